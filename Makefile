@@ -9,8 +9,8 @@ RUN := OMP_NUM_THREADS=1 $(PY)
 # The many processes of a test run read the bytecode that the first one wrote.
 export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= 2
-# A file's tests share captured models and worlds: one worker runs them all.
-PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadfile
+# A file's tests share captured models and worlds: one worker runs them all, the longest files first (tests/conftest.py).
+PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Where tests share nothing, whoever is idle takes one.
 PYTEST_ALONE = $(RUN) -m pytest -n $(WORKERS) --dist worksteal
 PYTEST_ARGS ?=
@@ -35,7 +35,9 @@ $(STAMP): pyproject.toml
 install:
 	@test -x $(PY) || test -n "$(PYTHON)" || { echo "fxpar needs Python 3.11 or newer; install it or say make PYTHON=/path/to/python"; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -e ".[dev]"
+	$(PY) -m pip install --no-compile -e ".[dev]"
+	@# pip would compile on one core. Files that are no Python of this version are not compiled, as with pip.
+	@$(PY) -m compileall -qq -j 0 $(VENV)/lib || true
 	@cp pyproject.toml $(STAMP)
 
 demo: setup

@@ -30,6 +30,7 @@ from fxpar.flow import TokenFlow, in_words, token_flow
 from fxpar.ir.copies import copy_graph
 from fxpar.ir.graph import DOCUMENTS, Dim, ForwardGraph, Input, LogicalGraph, Packing, Size, TensorMeta, dim_symbol
 from fxpar.ir.node_meta import is_size, size_of, tensor_of
+from fxpar.torch_api.modules import lazy_module
 
 aten = torch.ops.aten
 own = torch.ops.fxpar
@@ -57,7 +58,7 @@ def pack_documents(logical: LogicalGraph, *, force: bool = False) -> LogicalGrap
     graph.lint()
     dims = tuple(Dim(d.name, d.example) if d is tokens else d for d in logical.dims)
     packing = Packing(_padding_hazard(logical, flow), tokens.minimum, tokens.maximum)
-    return replace(logical, gm=fx.GraphModule(logical.gm, graph), inputs=inputs, dims=dims, packing=packing)
+    return replace(logical, gm=lazy_module(logical.gm, graph), inputs=inputs, dims=dims, packing=packing)
 
 
 def packed_if_proved(logical: LogicalGraph, *, force: bool = False) -> tuple[LogicalGraph, str]:

@@ -7,11 +7,12 @@ form that torchtitan loads, once, in the user's cache.
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
-from fxpar.data import default_cache_dir, open_corpus, train_tokenizer
+from fxpar.data import Corpus, default_cache_dir, open_corpus, train_tokenizer
 from fxpar.data.cache import cache_key, publish
 from fxpar.data.tokenizer import END_TOKEN
 from fxpar.recipes import torchtitan_api as titan
@@ -25,9 +26,15 @@ CHAT = (
 )
 
 
+@functools.cache
+def _corpus() -> Corpus:
+    """Opening it reads all of it."""
+    return open_corpus("python-stdlib", unit="definition")
+
+
 def hf_assets(vocab: int = 2048) -> str:
     """A folder with a byte-pair tokenizer of the standard library as Hugging Face lays it out (`hf_assets_path`)."""
-    corpus = open_corpus("python-stdlib", unit="definition")
+    corpus = _corpus()
     settings = {"format": _FORMAT, "corpus": corpus.fingerprint, "vocab": vocab}
     folder = default_cache_dir() / "hf_assets" / cache_key(settings)
     if not folder.is_dir():
@@ -41,9 +48,14 @@ def hf_assets(vocab: int = 2048) -> str:
 
 def documents(path: str = "") -> Any:
     """The definitions as a `datasets.Dataset` with a column `text`, in an order that mixes modules."""
+    return _documents()
+
+
+@functools.cache
+def _documents() -> Any:
     from datasets import Dataset
 
-    corpus = open_corpus("python-stdlib", unit="definition")
+    corpus = _corpus()
     return Dataset.from_dict({"text": [corpus.text(i) for i in range(len(corpus))]}).shuffle(seed=7)
 
 

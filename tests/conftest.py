@@ -22,6 +22,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests.longest import LONGEST
 from tests.repeat import EVERY_RUN, NIGHTLY
 
 # Captures and lowerings make millions of objects that stay: looking through them again and again takes time.
@@ -35,7 +36,9 @@ settings.load_profile("ci" if os.environ.get("CI") else "fxpar")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` where torch sees no CUDA GPU."""
+    """Put the longest files first. Skip the tests marked `gpu` where torch sees no CUDA GPU."""
+    places = {f"tests/{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

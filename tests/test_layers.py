@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.longest import LONGEST
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # A module imports from its own layer and lower ones. "__init__" is what `import fxpar` offers.
@@ -270,6 +272,11 @@ def test_package_list_matches_the_tree():
     assert not stale, f"in [tool.setuptools] packages but without code: {sorted(stale)}"
     for folder in folders:
         assert (ROOT / folder / "__init__.py").exists(), f"{folder}/__init__.py is missing"
+
+
+def test_the_files_that_begin_first_are_there():
+    assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
+    assert len(set(LONGEST)) == len(LONGEST)
 
 
 # ---------------------------------------------------------- the checker can fail, and can pass

@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
 
 from fxpar.ir.copies import copy_graph
 from fxpar.ir.graph import LogicalGraph, TensorMeta
 from fxpar.ir.node_meta import whole_meta
+from fxpar.torch_api.modules import lazy_module
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -32,7 +32,7 @@ def widen(logical: LogicalGraph) -> LogicalGraph:
             node.meta = {**node.meta, "tensor": _wide_meta(whole_meta(node))}
     inputs = tuple(replace(info, meta=_wide_meta(info.meta)) for info in logical.inputs)
     constants = {name: wide_tensor(value) for name, value in logical.constants.items()}
-    return replace(logical, gm=fx.GraphModule(logical.gm, graph), inputs=inputs, constants=constants)
+    return replace(logical, gm=lazy_module(logical.gm, graph), inputs=inputs, constants=constants)
 
 
 def wide_tensor(value: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,7 @@ from fxpar.ir.serialize import target_name
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.strategy_text import Pipeline
 from fxpar.torch_api.expressions import expression_classes
+from fxpar.torch_api.modules import lazy_module
 
 # Equal values of these are stored once.
 POOLED = (Mesh, AxisShard, DistConfig, Replicate, Shard, Partial, TensorMeta, Dim, Input, Output, Stored, Strategy)
@@ -216,7 +217,7 @@ class Decoder:
     def _dataclass(self, name: str, values: dict[Any, Any]) -> Any:
         cls: Any = _named(CLASSES, name)
         if cls is LogicalGraph and isinstance(values.get("gm"), fx.Graph):
-            values["gm"] = fx.GraphModule(nn.Module(), values["gm"])
+            values["gm"] = lazy_module(nn.Module(), values["gm"])
         check_fields(cls, values)
         try:
             found = cls(**values)

@@ -148,7 +148,8 @@ class Monitor:
     def stop(self, error: BaseException | None = None) -> None:
         """End this rank's heartbeat: done, or ended by `error` (PeerLostError means: because of another rank).
 
-        The rank that hosts the store stays for a few intervals, until the others ended or know the verdict.
+        The rank that hosts the store stays for a few intervals, and after an error of its own for up to `leave_s`,
+        until the others ended or know the verdict.
         """
         link = self._link
         if link is None:
@@ -167,7 +168,8 @@ class Monitor:
             link.ask(publish=publish)
             link.wait_round(before, self.interval_s)
         if self.rank == self.host:
-            self._let_others_end(link, 3 * self.interval_s)
+            # What is said last must be read: ranks of a busy machine are slow, and without the store they must guess.
+            self._let_others_end(link, 3 * self.interval_s if publish is None else self.leave_s)
         self._link = self._search = None
         link.ask(close=True)
         link.join(self.interval_s)
@@ -245,7 +247,7 @@ class Monitor:
         lost.__cause__ = error
         self._status = LEFT
         if link is not None and self.rank == self.host:
-            self._let_others_end(link, self.patience_s)
+            self._let_others_end(link, max(self.patience_s, self.leave_s))
         elif link is not None:
             link.ask(close=True)  # the host may be gone any time now
         return lost

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fxpar.monitor.beat import DONE, Beat
+from fxpar.monitor.beat import DONE, FAILED, Beat
 from fxpar.monitor.door import try_doors
 from fxpar.monitor.link import JUDGE, Link
 from fxpar.monitor.process import node_of, process_state
@@ -80,6 +80,9 @@ class BlameSearch:
         if beat is None:
             return unborn_host(self.host, detail)
         who, state, node = describe(self.link.beats, [self.host], self.elapsed_s()), self.state_of(beat), self.own_host
+        if beat.status == FAILED:
+            unread = "its store was gone before this rank had read the error, which its own output shows"
+            return Verdict("failed", (self.host,), who, unread)
         if not detail:
             detail = f"does not answer on {node_of(node)}: its process is stopped"
             if state != "stopped" and beat.door and try_doors({self.host: beat.door}, self.interval_s):

@@ -33,6 +33,7 @@ from fxpar.precision.islands import metas
 from fxpar.precision.plan import LIKE, PrecisionPlan, is_cast, kept, make_plan
 from fxpar.precision.precision import Precision
 from fxpar.torch_api import kernels
+from fxpar.torch_api.modules import lazy_module
 
 G = TypeVar("G", bound=LogicalGraph)
 
@@ -59,7 +60,7 @@ def with_precision(logical: G, precision: Precision) -> G:
     )
     limit = torch.finfo(low).max
     constants = {name: _within(value, limit) for name, value in logical.constants.items()}
-    return replace(logical, gm=fx.GraphModule(logical.gm, graph), inputs=inputs, constants=constants)
+    return replace(logical, gm=lazy_module(logical.gm, graph), inputs=inputs, constants=constants)
 
 
 def _within(constant: torch.Tensor, limit: float) -> torch.Tensor:

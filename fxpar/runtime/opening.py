@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from fxpar.ir.collector import collector_paused
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.monitor import Monitor
+from fxpar.monitor import Monitor, looks_like_peer_loss
 from fxpar.passes.pack_documents import pack_documents
 from fxpar.precision import with_precision
 from fxpar.runtime.agree import agreed_cluster, check_same_options, check_same_programs, check_same_values
@@ -70,6 +71,23 @@ def open_session(
         if watcher is not options.monitor:
             watcher.stop(error)
         raise
+
+
+@contextmanager
+def explained_before(options: ParallelizeOptions) -> Iterator[None]:
+    """In the block, before `open_session` starts a monitor, an error that a lost peer caused is explained by one that
+    begins now.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not options.monitor or not looks_like_peer_loss(error):
+            raise
+        if isinstance(options.monitor, Monitor):
+            raise options.monitor.explain(error) from error
+        with _new_monitor(options) as watcher:
+            watcher.phase("start of the session")
+            raise
 
 
 def require_ranks() -> None:
@@ -293,10 +311,14 @@ def _watcher(options: ParallelizeOptions, world: int) -> Monitor | None:
         return options.monitor
     if world == 1 or not options.monitor:
         return None
-    monitor = Monitor.of_world(timeout_s=options.timeout_s or 60.0).start()
+    monitor = _new_monitor(options).start()
     monitor.phase("the script's own code")
     monitor.stop_at_exit()
     return monitor
+
+
+def _new_monitor(options: ParallelizeOptions) -> Monitor:
+    return Monitor.of_world(timeout_s=options.timeout_s or 60.0)
 
 
 def _costs(programs: Sequence[TrainGraph], cluster: ClusterSpec, options: ParallelizeOptions) -> list[GroupCost]:

@@ -14,7 +14,7 @@ from fxpar.ir.collector import collector_paused
 from fxpar.ir.strategy import Strategy
 from fxpar.runtime.agree import check_same_options
 from fxpar.runtime.auto import Search, read_rows
-from fxpar.runtime.opening import require_ranks
+from fxpar.runtime.opening import explained_before, require_ranks
 from fxpar.runtime.options import ParallelizeOptions
 from fxpar.search.lengths import as_lengths, mini_batches
 from fxpar.search.plan_file import Plan, plan_of
@@ -67,7 +67,8 @@ def chosen(module: nn.Module, options: ParallelizeOptions) -> tuple[Mapping[int,
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         # What else differs is told by `open_session`, where all ranks that chose alike meet.
         auto, monitor = options.strategies == AUTO, bool(options.monitor)
-        check_same_options({'whether strategies="auto"': auto, "whether there is a monitor": monitor})
+        with explained_before(options):
+            check_same_options({'whether strategies="auto"': auto, "whether there is a monitor": monitor})
     if options.plan is None and options.strategies != AUTO:
         assert options.strategies is not None
         assert not isinstance(options.strategies, str)

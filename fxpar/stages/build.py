@@ -18,6 +18,7 @@ from fxpar.ir.graph import Input, Output, TensorMeta
 from fxpar.ir.node_meta import fqn_of, is_size, size_of, source_of, tensor_of, whole_meta
 from fxpar.stages.nodes import Nodes
 from fxpar.stages.staged import Crossing, StageGraph
+from fxpar.torch_api.modules import lazy_module
 
 aten = torch.ops.aten
 Result = tuple[Output, tuple[fx.Node, ...]]  # a result, and the values whose sum it is
@@ -101,7 +102,7 @@ class StageBuilder:
         self.graph.output(tuple(self._sum(values) for _, values in results))
         self.graph.lint()
         return StageGraph(
-            fx.GraphModule(torch.nn.Module(), self.graph),
+            lazy_module(torch.nn.Module(), self.graph),
             inputs,
             tuple(out for out, _ in results),
             logical.dims,

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
 from torch.autograd.function import BackwardCFunction
-from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils.stateless import _reparametrize_module
@@ -72,11 +72,6 @@ def trace(
     ):
         tracer = proxy_tensor.make_fx(step, decompositions, _disable_torch_fn_metadata_mode=True)
         return tracer(*inputs)
-
-
-def lazy_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """A graph module whose code is written when somebody reads or calls it: most graphs are only walked."""
-    return _LazyGraphModule(root, graph)
 
 
 def _no_metadata(*_: Any, **__: Any) -> Any:

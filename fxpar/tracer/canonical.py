@@ -16,8 +16,9 @@ from torch import Tensor, fx
 
 from fxpar.ir.graph import Input, TensorMeta
 from fxpar.ir.node_meta import tensor_of
+from fxpar.torch_api.modules import lazy_module
 from fxpar.torch_api.symbolic import FakeWorld
-from fxpar.torch_api.tracing import OpOverload, lazy_module
+from fxpar.torch_api.tracing import OpOverload
 from fxpar.tracer.dynamic import DynamicDims
 from fxpar.tracer.symints import SymInts
 

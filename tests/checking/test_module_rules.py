@@ -5,6 +5,7 @@ are mixed.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -26,7 +27,7 @@ from fxpar.models.llama import Llama, LlamaOptions
 from fxpar.passes.pack_documents import pack_documents
 from fxpar.runtime.micro import as_one_sequence
 from tests.captured import Captured, gpt, llama, take, tokens
-from tests.repeat import crossed, examples
+from tests.repeat import crossed, examples, thinned
 from tests.stages.models import Model, loaded, random_model
 
 
@@ -55,16 +56,10 @@ OPTIONS = {"hf:gpt2": {"n_head": 8}}
 STRATEGIES = [
     # roles
     "tp2+sp[{a}: cp2]",
-    "tp2[{a}: cp2]",
-    "cp2[{f}: tp2]",
-    "cp2[{f}: tp2+sp]",
     "tp4+sp[{a}: cp4]",
     "tp4+sp[{f}: cp4]",
     "cp4[{a}: tp4+sp; {f}: tp4]",
-    "cp4[{e}: tp4]",
-    "tp4[{b}.0: cp4]",
     "tp2+sp[{b}.{{0-1}}: cp2; {a}: tp2]",
-    "dp2.tp2+sp[{a}: cp2]",
     "dp2.cp2[{f}: tp2+sp; {e}: tp2]",
     "rows2",
     "dp2.rows2+zero3",
@@ -77,15 +72,11 @@ STRATEGIES = [
     "cp2.tp2+sp[{a}: rows2.cp2; {f}: tp4]",
     "rows2.cp2[{f}: tp4+sp; {a}: cp4+remat]",
     "rows4[{a}: cp2.tp2; {b}.0: rows2.tp2+zero3]",
-    "tp4+sp[{a}: cp2.tp2]",
     "tp4[{a}: tp2.cp2]",
-    "cp4[{f}: cp2.tp2]",
-    "cp2.tp2+sp[{f}: tp4+sp]",
     "cp2.tp2+sp[{f}: tp4+sp; {a}: cp4]",
     "cp2.tp2[{a}: tp4; {f}: cp4]",
     "tp2.cp2[{a}: cp2.tp2+sp]",
     "cp4[{a}: tp2.cp2; {f}: tp4; {e}: cp2.tp2]",
-    "tp8+sp[{a}: cp2.tp4]",
     "tp8+sp[{a}: cp2.tp4+sp; {f}: cp4.tp2]",
     "cp8[{a}: cp2.tp4; {f}: tp8+sp]",
     "tp6+sp[{a}: cp2.tp3; {f}: cp6]",
@@ -95,22 +86,36 @@ STRATEGIES = [
     "dp2.tp2+sp+zero2[{a}: cp2]",
     "dp2.cp2+zero3[{f}: tp2]",
     "dp2.tp2+sp[{a}: cp2+zero3; {f}: +zero1]",
-    "cp4[{a}: tp2.cp2+zero3]",
     "cp4+zero3[{a}: tp2.cp2; {f}: tp4+sp]",
     "dp2.cp4+zero1[{a}: cp2.tp2+zero2]",
     # recomputation
-    "tp2+sp[{b}.0: +remat]",
     "dp2+remat[{b}.1: +remat(none)]",
     "tp2+sp[{a}: cp2+remat; {f}: +remat(selective)]",
     "dp2+zero3[{f}: +remat; {b}.0: +zero1]",
     "cp2+remat(selective)[{b}.0: +remat(keep_comm); {f}: tp2]",
     # stages
-    "pp2.tp2+sp[{a}: cp2]",
     "pp2.cp2+zb_h1[{b}.0: tp2+sp; {b}.1: +remat]",
     "dp2.pp2+zero2[{b}.0: +zero3]",
     "pp2.tp4+sp+gpipe[{a}: cp2.tp2; {e}: cp4]",
     "pp2.dp2.tp2[{a}: cp2+zero3; {b}.1: +remat]",
     "pp2.tp2+sp[{a}: rows2; {b}.1: cp2]",
+]
+
+# Each is part of one above, which has the same change of roles and something more. Nightly: they say which part fails.
+COVERED = [
+    "tp2[{a}: cp2]",
+    "cp2[{f}: tp2]",
+    "cp2[{f}: tp2+sp]",
+    "cp4[{e}: tp4]",
+    "tp4[{b}.0: cp4]",
+    "dp2.tp2+sp[{a}: cp2]",
+    "tp4+sp[{a}: cp2.tp2]",
+    "cp2.tp2+sp[{f}: tp4+sp]",
+    "tp8+sp[{a}: cp2.tp4]",
+    "cp4[{a}: tp2.cp2+zero3]",
+    "cp4[{f}: cp2.tp2]",
+    "pp2.tp2+sp[{a}: cp2]",
+    "tp2+sp[{b}.0: +remat]",
 ]
 
 
@@ -139,7 +144,10 @@ def assert_exact(result: CheckResult) -> None:
     assert max(result.loss_rel_err, result.grad_max_rel_err) <= 1e-10
 
 
-@pytest.mark.parametrize(("template", "name"), crossed(STRATEGIES, list(PARTS)))
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [*crossed(STRATEGIES, list(PARTS)), *thinned(itertools.product(COVERED, PARTS), [])],
+)
 def test_gradients_are_those_of_one_device(template, name):
     if "tp3" in template:
         with pytest.raises(RuleHeadsError, match=r"cannot be shared evenly under tp3\. The nearest degree is tp[24];"):
@@ -170,7 +178,7 @@ def ruled(draw, globs: list[str]) -> str:
 
 # 97 rows of a table do not divide: on two halves of an axis they are padded otherwise than on all of it.
 @example("tp4+sp[*.attention: cp4; layers.0.attention_norm: tp2.cp2]")
-@settings(max_examples=examples(10))
+@settings(max_examples=examples(5))
 @given(ruled(["*.attention", "*.ffn", "embedding", "head", "norm", "layers.0.attention_norm"]))
 def test_any_rules(strategy):
     """Heads are many enough for all of them."""

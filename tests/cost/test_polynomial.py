@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -12,14 +13,13 @@ from fxpar import losses
 from fxpar.cost.calls import node_costs
 from fxpar.cost.group import group_cost
 from fxpar.cost.ops import SizesAt, flops
-from fxpar.cost.polynomial import MOST_TOKENS, Polynomial, fitted, sizes_of
+from fxpar.cost.polynomial import MOST_TOKENS, Polynomial, Sizes, fitted, sizes_of
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.lowering import lower
 from fxpar.tracer import capture
 from tests.captured import tokens
 from tests.cost.programs import NODE, program
 
-FIRST, *_ = SAMPLES = sizes_of(program("dp4"))
 LENGTHS = (1, 2, 64, 1000, 4096, 5000, 9999, MOST_TOKENS)
 
 
@@ -41,8 +41,13 @@ def cubic() -> TrainGraph:
     return lower(capture(TwiceMixed(), losses.causal_lm, tokens(32, 13)[0]), "dp4")
 
 
+@functools.cache  # not at import: every worker of a test run imports this file
+def samples() -> list[Sizes]:
+    return sizes_of(program("dp4"))
+
+
 def fit(count):
-    return fitted([count(one.tokens) for one in SAMPLES], FIRST)
+    return fitted([count(one.tokens) for one in samples()], samples()[0])
 
 
 @pytest.mark.parametrize("c", [(7, 3, 2), (-5, 3, 0), (0, 0, 0), (-2, -3, 4)])

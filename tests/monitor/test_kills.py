@@ -8,6 +8,7 @@ from tests.monitor.kills import Kill
 # The moments at which the others went wrong once; rank 0 serves the store.
 SAMPLE = [
     Kill("start", (0,), 0.17),
+    Kill("start", (0,), 0.0),  # before there is a monitor
     Kill("switch", (1,), 0.0),
     Kill("reduction", (0,), 0.0),
     Kill("save", (1,), 0.03),

@@ -5,6 +5,7 @@ import os
 import pickle
 import threading
 import time
+from dataclasses import replace
 from socket import gethostname
 
 import pytest
@@ -228,6 +229,35 @@ def test_who_ended_first_does_not_depend_on_when_rank_0_was_heard_of():
     assert late._link.gone[2] < late._link.gone[0]
     for monitor in (late, judge):
         monitor.stop(PeerLostError((2,), "died", "", 0, "", "", ""))
+
+
+def test_the_host_stays_until_a_slow_rank_has_read_why_it_failed():
+    store = dist.HashStore()
+    host, slow = (Monitor(rank, 2, store, interval_s=0.1).start() for rank in range(2))
+    link, quick = slow._link, slow._link._round
+
+    def late_round(count):
+        time.sleep(0.4)
+        quick(count)
+
+    link._round = late_round
+    host.stop(ValueError("no data"))
+    assert link.verdict is not None
+    assert "ValueError: no data" in link.verdict.text
+    slow.stop(PeerLostError((0,), "failed", "", 1, "", "", ""))
+
+
+def test_a_store_that_is_gone_with_a_host_that_failed():
+    """The last beat of the host says that it failed, its message was not read."""
+    store = dist.HashStore()
+    host, other = (Monitor(rank, 2, store, interval_s=0.1).start() for rank in range(2))
+    wait_until(lambda: 0 in other._link.beats)
+    other._link.beats = {0: replace(other._link.beats[0], status=FAILED)}
+    verdict = other._search.of_store("closed the connection")
+    assert (verdict.kind, verdict.ranks) == ("failed", (0,))
+    assert "which its own output shows" in verdict.text
+    for monitor in (other, host):
+        monitor.stop()
 
 
 def test_an_error_of_its_own_is_none_if_a_peer_is_gone():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from fxpar.recipes.debug import debug_recipe
 
 
 @pytest.fixture
-def small_corpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def small_corpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A part of the standard library, and an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -24,6 +25,15 @@ def small_corpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return open_corpus(source, **options, glob=["json/*.py", "email/*.py"])
 
     monkeypatch.setattr(debug, "open_corpus", opened)
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    """What this process has read."""
+    debug._corpus.cache_clear()
+    debug._documents.cache_clear()
 
 
 @pytest.mark.usefixtures("small_corpus")
@@ -55,7 +65,10 @@ def test_assets_are_made_once(monkeypatch):
 
 @pytest.mark.usefixtures("small_corpus")
 def test_documents_are_those_of_the_corpus_in_a_fixed_order():
-    first, again = debug.documents(), debug.documents()
+    first = debug.documents()
+    assert debug.documents() is first  # read once in a process
+    forget()
+    again = debug.documents()
     corpus = debug.open_corpus("python-stdlib", unit="definition")
     in_order = [corpus.text(i) for i in range(len(corpus))]
     assert list(first["text"]) == list(again["text"])

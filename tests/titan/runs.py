@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fxpar.recipes import llama3, qwen3
 from fxpar.recipes.convert import to_fxpar
-from fxpar.recipes.debug import debug_recipe
+from fxpar.recipes.debug import debug_recipe, documents, hf_assets
 from fxpar.runtime.forked import reserved_port, run_forked
 from fxpar.torch_api.fork import forget_parent_threads
 from tests import warm  # noqa: F401
@@ -80,6 +80,7 @@ def train(
         return _train(make(), weights, inspect)
 
     folder.mkdir(exist_ok=True, parents=True)
+    hf_assets(), documents()  # here once, and not in every rank
     return run_forked(world, work, timeout_s=timeout_s)[0]
 
 
@@ -142,6 +143,7 @@ def command(world: int, folder: Path, *arguments: str, timeout_s: float = 300.0)
     """
     import torchtitan.train  # noqa: F401 - here once
 
+    hf_assets(), documents()
     torch.set_num_threads(1)
     context, log = mp.get_context("fork"), folder / "log.txt"
     with reserved_port() as port:

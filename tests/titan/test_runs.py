@@ -28,7 +28,7 @@ from .runs import SWITCHING, command, recipe, shallow, train
 pytestmark = pytest.mark.titan
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", thinned([1, 2], [2]))  # of one rank: `test_strategies_from_the_command_line`
 def test_off_is_stock_to_the_bit(world, tmp_path):
     def off():
         config = recipe("llama3", None)
@@ -191,9 +191,19 @@ BAD_INPUT = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(BAD_INPUT, ["length"]))  # the messages: tests/recipes/test_checks.py
+DEBUG = ("--module", "fxpar.recipes.llama3", "--config", "debug_hot_switch")
+
+
+def test_bad_input_ends_the_run(tmp_path):
+    arguments, message = BAD_INPUT["length"]
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        command(2, tmp_path, *DEBUG, *SMALL, *arguments)
+
+
+@pytest.mark.nightly  # three processes that import torchtitan; the messages: tests/recipes/test_checks.py
+@pytest.mark.parametrize("name", BAD_INPUT)
 def test_bad_input(name, tmp_path):
     arguments, message = BAD_INPUT[name]
-    done = torchrun(tmp_path, 2, "--module", "fxpar.recipes.llama3", "--config", "debug_hot_switch", *arguments)
+    done = torchrun(tmp_path, 2, *DEBUG, *arguments)
     assert done.returncode != 0
     assert message in done.stderr + done.stdout
