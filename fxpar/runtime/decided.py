@@ -14,7 +14,7 @@ from fxpar.batching import LengthGroup, length_groups
 from fxpar.batching.collate import ALIASES
 from fxpar.batching.ids import IdLimit, id_limits
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import LimitBranchError, ParallelizeError, warn
+from fxpar.errors import BinsError, LimitBranchError, ParallelizeError, warn
 from fxpar.flow import with_packing
 from fxpar.ir.graph import DOCUMENTS, TOKEN_NUMBERS, TensorMeta
 from fxpar.ir.pipeline_graph import TrainGraph
@@ -100,6 +100,10 @@ def decide(
     order = None if options.order is None else check_order(options.order, list(programs))
     lowered = [programs[name] for name in names]
     packed = compiled.packing is not None and options.packed is not False
+    for group in groups if not packed else ():
+        if group.strategy.bins > 1:
+            why = "packed=False runs each sequence alone, so all bins but one would be empty"
+            raise BinsError(str(group.strategy), compiled.logical.name, why)
     decided = Decided(compiled, groups, names, device, cluster, order, packed, given)
     if not decided.takes_sequences:
         return decided

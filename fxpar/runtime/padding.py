@@ -31,12 +31,13 @@ def _constant(value: int) -> Callable[[Tensor, int, int], Tensor]:
 
 
 def _restart(x: Tensor, dim: int, count: int) -> Tensor:
-    """Positions 0, 1, ... of a new document."""
+    """Positions 0, 1, ... of a new document, and again from 0 where real ones end: a table has no more rows."""
     shape = [1] * x.dim()
     shape[dim] = count
     full = list(x.shape)
     full[dim] = count
-    return torch.arange(count, dtype=x.dtype, device=x.device).view(shape).expand(full)
+    index = torch.arange(count, dtype=x.dtype, device=x.device) % (x.max() + 1).clamp_min(1)
+    return index.view(shape).expand(full)
 
 
 def _next_document(x: Tensor, dim: int, count: int) -> Tensor:

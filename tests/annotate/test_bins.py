@@ -16,11 +16,15 @@ from fxpar.ir.dist_config import Shard
 from fxpar.ir.graph import DOCUMENTS
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
+from fxpar.models.builtin import packed_lm_loss
 from fxpar.passes.pack_documents import pack_documents
 from fxpar.rules.own_ops import attention_by_tokens
 from fxpar.rules.table import own
+from fxpar.runtime.decided import decide
+from fxpar.runtime.options import ParallelizeOptions
 from fxpar.tracer import capture
 from tests.captured import llama
+from tests.runtime.hot import make_llama
 
 IDS = torch.arange(1, 14)[None]
 BATCH = {"input_ids": IDS, "labels": IDS}
@@ -144,3 +148,10 @@ def test_what_says_who_sees_whom_otherwise_is_not_cut():
     nodes = [node for node in program.parts["body"].graph.nodes if node.target is own.attention.default]
     assert nodes
     assert all(node.meta["dist"][0].placement("rows") == Shard(2) for node in nodes)
+
+
+def test_sequences_that_run_alone_fill_one_bin(monkeypatch):
+    monkeypatch.setattr("fxpar.runtime.decided.dist.get_world_size", lambda: 2)
+    options = ParallelizeOptions(strategies={64: "rows2"}, packed=False)
+    with pytest.raises(BinsError, match="packed=False runs each sequence alone"):
+        decide(make_llama(), {64: "rows2"}, packed_lm_loss, None, options)

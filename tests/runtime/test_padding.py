@@ -246,7 +246,8 @@ def test_a_row_in_bins(strategy, lengths):
     assert all(torch.equal(found[key][real], row[key][0, places]) for key in row)
     assert not set(found["document_ids"][~real].tolist()) & set(row["document_ids"][0].tolist())
     assert set(found["labels"][~real].tolist()) <= {-100}
-    for mark in set(found["document_ids"].tolist()):
+    assert int(found["position_ids"].max()) < max(lengths)  # a table of positions has no more rows
+    for mark in set(found["document_ids"][real].tolist()):
         place = (found["document_ids"] == mark).nonzero().flatten()
         assert torch.equal(found["position_ids"][place], torch.arange(len(place)))
         assert torch.equal(place, torch.arange(len(place)) + place[0])
@@ -260,6 +261,8 @@ def test_bins_that_are_given():
     assert padded["input_ids"][0].tolist() == [1, 2, 0, 0, 3, 4, 5, 6]
     assert padded["document_ids"][0].tolist() == [3, 3, 18, 18, 10, 10, 10, 17]
     assert padded["position_ids"][0].tolist() == [0, 1, 0, 1, 0, 1, 2, 0]
+    padded = pad(in_bins("rows2"), documents(2, 2, 1), [4, 1])
+    assert padded["position_ids"][0].tolist() == [0, 1, 0, 1, 0, 0, 1, 0]
     padded = pad(in_bins("rows4"), documents(2, 3), [2, 0, 3, 0])
     assert padded["input_ids"][0].tolist() == [1, 2, 0, 0, 0, 0, 3, 4, 5, 0, 0, 0]
     assert padded["document_ids"][0].tolist() == [3, 3, 11, 12, 12, 12, 10, 10, 10, 14, 14, 14]
