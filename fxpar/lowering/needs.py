@@ -118,6 +118,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "cleanup": (),
     "global_to_local": (FITS, STEPS, GLOBAL),
     "lower_collectives": (FITS, STEPS, LOCAL),
+    "chunk_loss": (*_LATE, FUNCTIONAL),
     "rematerialize": (*_LATE, FUNCTIONAL),
     "bucket_collectives": (*_LATE, FUNCTIONAL),
     "reuse_buffers": _LATE,
