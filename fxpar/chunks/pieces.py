@@ -35,6 +35,7 @@ class _Cutter:
     region: LossRegion
     chunks: int
     integers: dict[Any, fx.Node] = field(default_factory=dict)
+    lengths: dict[Size, fx.Node] = field(default_factory=dict)
     narrowed: dict[Any, fx.Node] = field(default_factory=dict)
 
     def cut(self, graph: AnnotatedGraph) -> None:
@@ -119,18 +120,27 @@ class _Cutter:
 
     def _slice(self, value: fx.Node, like: fx.Node, dim: int, number: int) -> fx.Node:
         size = local_tensor(value).shape[dim]
-        if isinstance(size, int):
-            each = size // self.chunks
-            start, end = number * each, (number + 1) * each
-            new: Size = each
-        else:
-            new = size / self.chunks
-            length = self._integer(aten.sym_size.int, value, dim, size)
-            step = self._integer(operator.floordiv, length, self.chunks, new)
-            start, end = (self._integer(operator.mul, step, n, new * n) for n in (number, number + 1))  # type: ignore[assignment]
+        start, end = (self._border(value, dim, n) for n in (number, number + 1))
         shape = list(local_tensor(value).shape)
-        shape[dim] = new
+        shape[dim] = self._split(size, self.chunks)
         return self._call(aten.slice.Tensor, (value, dim, start, end), like, shape)
+
+    def _border(self, value: fx.Node, dim: int, number: int) -> Any:
+        """Where chunk `number` begins."""
+        size = local_tensor(value).shape[dim]
+        each = self._split(size, self.chunks)
+        if isinstance(each, int) or not number:
+            return number * each if isinstance(each, int) else 0
+        length = self._length(value, dim)
+        step = self._integer(operator.floordiv, length, self.chunks, each)
+        return step if number == 1 else self._integer(operator.mul, step, number, each * number)
+
+    def _length(self, value: fx.Node, dim: int) -> fx.Node:
+        """The size of a dim, read from the first value that has it."""
+        size = local_tensor(value).shape[dim]
+        if size not in self.lengths:
+            self.lengths[size] = self._integer(aten.sym_size.int, value, dim, size)
+        return self.lengths[size]
 
     def _split(self, size: Size, parts: int) -> Size:
         return size // parts if isinstance(size, int) else size / parts
@@ -140,8 +150,7 @@ class _Cutter:
         if len(moving) > 1:  # of several dynamic dims each needs an integer
             sizes: list[Any] = list(shape)
             for d in moving[1:]:
-                source = local_tensor(value).shape
-                sizes[d] = self._integer(aten.sym_size.int, value, source.index(shape[d]), shape[d])
+                sizes[d] = self._length(value, local_tensor(value).shape.index(shape[d]))
             sizes[moving[0]] = -1
         else:
             sizes = [-1 if d in moving else size for d, size in enumerate(shape)]
