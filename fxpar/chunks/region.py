@@ -18,19 +18,21 @@ from fxpar.chunks.tokens import TokenCuts, cut_tokens
 from fxpar.errors import ChunkedLossError
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
-from fxpar.ir.node_meta import is_backward, is_size, local_meta, phase_of
+from fxpar.ir.node_meta import is_backward, is_size, local_meta, local_tensor, phase_of
 from fxpar.ir.pass_base import ancestors
+from fxpar.ir.serialize import OpOverload
 from fxpar.ops.traits import ATTENTION, EMBEDDINGS, LABEL_LOSSES, computes, is_product
 
 aten = torch.ops.aten
 _SHAPE_ONLY = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
 """They read nothing of their operand but its shape -> the number that they are full of."""
+_MEAN = 1  # of aten's numbers for reduction="none", "mean", "sum"
 _MANY = 1 << 20  # tokens: so many that a value of tokens is larger than a weight
 
 
 @dataclass(frozen=True)
 class LossRegion:
-    """`nodes` run chunk by chunk, operands first, `head` is the first; `cuts` says how tokens lie in their values."""
+    """`nodes` run chunk by chunk, operands first; `cuts` says how tokens lie in their values."""
 
     head: fx.Node
     nodes: tuple[fx.Node, ...]
@@ -55,10 +57,16 @@ def find_head(graph: AnnotatedGraph) -> fx.Node | None:
 
 
 def begin_with_constants(graph: fx.Graph) -> None:
-    """The backward begins with the gradient 1 of the loss, of which it needs the shape alone: let it not be made of the
-    loss, which comes behind all chunks.
+    """Let the backward not be made of sums over all tokens, which come behind all chunks, where it does not read them:
+    it begins with the gradient 1 of the loss, of which it needs the shape alone; and the gradient of a sum of losses
+    takes the number of their terms, which that of a mean divides by.
     """
-    for node in graph.nodes:
+    for node in list(graph.nodes):
+        if node.target is aten.nll_loss_backward.default and node.args[4] != _MEAN:
+            with graph.inserting_before(node):
+                unread = graph.call_function(aten.full.default, ([], 0.0), {"dtype": local_tensor(node).dtype})
+            unread.meta = dict(node.args[6].meta)  # type: ignore[union-attr]
+            node.update_arg(6, unread)
         meta = local_meta(node)
         if node.target in _SHAPE_ONLY and isinstance(meta, TensorMeta) and not meta.shape:
             node.target, node.args = aten.full.default, ([], _SHAPE_ONLY[node.target])  # type: ignore[index]
@@ -91,10 +99,10 @@ def find_region(graph: AnnotatedGraph, head: fx.Node, chunks: int) -> LossRegion
         raise ChunkedLossError(_given(graph, chunks), _words(outside), "leaves the step as a result, for all tokens")
     needed = ancestors(readers)
     nodes = _with_parts([n for n in body if n in made and n in needed], body)
-    cuts = cut_tokens(graph, nodes, chunks)
+    cuts = cut_tokens(graph, nodes, chunks, lambda n: 2 * _numel(n, at) > most)
     if isinstance(cuts, tuple):
         raise ChunkedLossError(_given(graph, chunks), _words(cuts[0]), cuts[1])
-    return LossRegion(head, tuple(nodes), cuts)
+    return LossRegion(head, tuple(sorted(cuts.makes)), cuts)
 
 
 def _body(graph: AnnotatedGraph) -> list[fx.Node]:
@@ -134,4 +142,6 @@ def _given(graph: AnnotatedGraph, chunks: int) -> str:
 def _words(node: fx.Node) -> str:
     """`%mm_3 (aten.mm.default, in lm_head, model.py:41)`."""
     places = [f"in {node.meta['fqn']}"] * bool(node.meta.get("fqn")) + [node.meta.get("source") or ""]
-    return f"%{node.name} ({', '.join([str(node.target), *filter(None, places)])})"
+    target = getattr(node.target, "__name__", "") if callable(node.target) else ""
+    op = str(node.target) if isinstance(node.target, OpOverload) else target
+    return f"%{node.name} ({', '.join([op, *filter(None, places)])})"
