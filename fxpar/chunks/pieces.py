@@ -52,7 +52,13 @@ class _Cutter:
             for node, found in totals.items():
                 whole = self._whole(node, found)
                 for user in given[node]:
-                    user.replace_input_with(node, whole)
+                    if _is_widened(user, found[-1]):  # a sum is that wide already
+                        user.replace_all_uses_with(found[-1])
+                        self.graph.erase_node(user)
+                    else:
+                        user.replace_input_with(node, whole)
+                if not whole.users:
+                    self.graph.erase_node(whole)
         for node in reversed(self.region.nodes):
             self.graph.erase_node(node)
 
@@ -217,6 +223,12 @@ class _Cutter:
         node.kwargs = {"dtype": dtype}
         node.meta["tensor"] = node.meta["local"] = replace(local_tensor(value), dtype=dtype)
         return node
+
+
+def _is_widened(user: fx.Node, total: fx.Node) -> bool:
+    """Whether `user` only makes of a sum what `total` is."""
+    wide = local_tensor(total).dtype
+    return user.target is aten._to_copy.default and user.kwargs == {"dtype": wide} and wide == _WIDE
 
 
 def _read_first_gathers(graph: AnnotatedGraph, inside: set[fx.Node]) -> None:
