@@ -1,6 +1,6 @@
-"""The loss over a large vocabulary in chunks of tokens on one rank: bytes and time, against fxpar whole and plain torch.
+"""The loss over a large vocabulary in chunks of tokens, on one rank: bytes and time, against whole and plain torch.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_chunks.py [--tokens 8192] [--vocab 32768] [--dim 256] [--tiny] [--json OUT]
+    OMP_NUM_THREADS=1 python benchmarks/bench_chunks.py [--tokens 8192] [--vocab 32768] [--tiny] [--json OUT]
 
 A head on the hidden states of a projection, cross entropy, and the gradients of both weights, in fp32. The peak is
 predicted from the graph, and measured as the most that the allocator has given out in a step. Beside it what the

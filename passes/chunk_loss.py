@@ -31,7 +31,9 @@ from fxpar.ir.pass_base import Tier
 
 @dataclass(frozen=True)
 class ChunkLoss:
-    """Reads from the strategy in how many chunks. Raises NoVocabularyLossError, ChunkedLossError, ChunkedTokensError."""
+    """Reads from the strategy in how many chunks. Raises NoVocabularyLossError, ChunkedLossError, ChunkedTokensError,
+    ChunkedRuleError.
+    """
 
     name: ClassVar[str] = "chunk_loss"
     tier: ClassVar[Tier] = "numeric"

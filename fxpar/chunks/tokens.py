@@ -85,8 +85,8 @@ _FACTORIES = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.defau
 
 @dataclass
 class TokenCuts:
-    """`takes[node]`: how the tensor operands of a call lie, in order; `makes[node]`: how its results do. A `Shard` is cut
-    in chunks of tokens (in each of its sections), a `Partial` is one term of a sum over chunks, the rest is whole.
+    """`takes[node]`: how the tensor operands of a call lie, in order; `makes[node]`: how its results do. A `Shard` is
+    cut in chunks of tokens (in each of its sections), a `Partial` is one term of a sum over chunks, the rest is whole.
     """
 
     takes: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict)

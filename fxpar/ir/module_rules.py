@@ -6,8 +6,8 @@ They stand in brackets behind the strategy, `glob: roles` each, with ';' between
 
 A glob runs over FQNs of modules: `*` is any text, dots too, `?` one character, `{0-7}` a number, `{a,b}` one of these.
 What it matches is meant with all modules inside. Roles are axes of the same ranks that the replica has, outermost
-first (here: 4), with `+sp` or without; `+zero...`, `+remat...` and `+chunks...` are of the rule alone. What a rule does not
-say is as around it: where several match, each property comes from the innermost module that a rule says it of.
+first (here: 4), with `+sp` or without; `+zero...`, `+remat...` and `+chunks...` are of the rule alone. What a rule does
+not say is as around it: where several match, each property comes from the innermost module that a rule says it of.
 """
 
 from __future__ import annotations

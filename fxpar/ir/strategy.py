@@ -8,8 +8,8 @@ Axes: dp (data), pp (pipeline), cp (context: tokens), tp (tensor), ep (expert). 
 the tp axis), zero1 | zero2 | zero3 (optimizer state | + gradients | + parameters sharded over dp and cp), remat or
 remat(...) (recomputation, see `Remat`), chunks(16) (the loss over the vocabulary, in as many chunks of tokens). With
 pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see `Pipeline`), cut(layers.3|layers.6) (where stages
-begin). role(tp=name) (what an axis is used for, where another package says so, see `fxpar.annotate.roles`). Rules in brackets at the end say what some modules do otherwise
-(see `fxpar.ir.module_rules`):
+begin). role(tp=name) (what an axis is used for, where another package says so, see `fxpar.annotate.roles`). Rules in
+brackets at the end say what some modules do otherwise (see `fxpar.ir.module_rules`):
 
     dp2.tp4+sp[*.self_attn: cp4; lm_head: tp4]
 """
