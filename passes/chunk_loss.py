@@ -39,13 +39,18 @@ class ChunkLoss:
     tier: ClassVar[Tier] = "numeric"
 
     def __call__(self, graph: AnnotatedGraph) -> None:
-        kinds = {out.kind for out in graph.outputs}
-        on_another_stage = "loss" not in kinds and "sent" in kinds
-        if graph.strategy.most_chunks == 1 or on_another_stage:
+        if graph.strategy.most_chunks == 1:
             return
-        head = find_head(graph) if "loss" in kinds else None
+        kinds = {out.kind for out in graph.outputs}
+        if "loss" not in kinds:
+            if "sent" not in kinds:  # no stage of a pipeline, whose last one has the loss
+                graph.notes.append(
+                    "chunks(...) has no effect here: the loss is outside of the graph, which gives logits whole"
+                )
+            return
+        head = find_head(graph)
         if head is None:
-            raise NoVocabularyLossError(str(graph.strategy), graph.name, "loss" in kinds)
+            raise NoVocabularyLossError(str(graph.strategy), graph.name)
         chunks = graph.strategy.chunks_of(fqn_of(head))
         if chunks > 1:
             begin_with_constants(graph.graph)

@@ -16,7 +16,6 @@ from fxpar.ir.graph import AnnotatedGraph, Size, TensorMeta
 from fxpar.ir.node_meta import is_backward, is_size, local_tensor, size_of
 from fxpar.ir.pass_base import ancestors, replace_operands, tensor_operands
 from fxpar.ops.traits import SIZES
-from fxpar.remat import forward_values
 
 aten = torch.ops.aten
 _WIDE = torch.float32  # what terms of low precision are added up in
@@ -26,7 +25,7 @@ def cut_in_chunks(graph: AnnotatedGraph, region: LossRegion, chunks: int) -> Non
     """Run the region for one of `chunks` of the tokens after the other, in place. All of it is then part of the
     forward: what the backward reads are gradients of all tokens, joined, and sums over them.
     """
-    _Cutter(graph.graph, region, chunks).cut(graph)
+    _Cutter(graph.graph, region, chunks).cut()
 
 
 @dataclass
@@ -38,9 +37,8 @@ class _Cutter:
     lengths: dict[Size, fx.Node] = field(default_factory=dict)
     narrowed: dict[Any, fx.Node] = field(default_factory=dict)
 
-    def cut(self, graph: AnnotatedGraph) -> None:
+    def cut(self) -> None:
         inside, head = set(self.region.nodes), self.region.head
-        _read_first_gathers(graph, inside)
         _move_up([o for n in self.region.nodes for o in n.all_input_nodes if o not in inside], head)
         given = {n: [u for u in n.users if u not in inside] for n in self.region.nodes}
         totals: dict[fx.Node, list[fx.Node]] = {n: [] for n, users in given.items() if users}
@@ -229,22 +227,6 @@ def _is_widened(user: fx.Node, total: fx.Node) -> bool:
     """Whether `user` only makes of a sum what `total` is."""
     wide = local_tensor(total).dtype
     return user.target is aten._to_copy.default and user.kwargs == {"dtype": wide} and wide == _WIDE
-
-
-def _read_first_gathers(graph: AnnotatedGraph, inside: set[fx.Node]) -> None:
-    """What ZeRO-3 gathers anew for the backward is there: let the region read what the forward has gathered."""
-    first = {again: node for node, again in forward_values(graph).gathered.items()}
-    unread: list[fx.Node] = []
-    for node in inside:
-        for operand in node.all_input_nodes:
-            if operand in first and operand not in inside:
-                node.replace_input_with(operand, first[operand])
-                unread.append(operand)
-    while unread:
-        node = unread.pop()
-        if not node.users and node.op == "call_function":
-            unread += node.all_input_nodes
-            graph.graph.erase_node(node)
 
 
 def _move_up(values: Iterable[fx.Node], head: fx.Node) -> None:

@@ -81,15 +81,10 @@ class RematGlobError(FxparError):
 class NoVocabularyLossError(FxparError):
     """A strategy wants the loss in chunks of tokens, and the graph has no loss over classes."""
 
-    def __init__(self, strategy: str, model: str, has_loss: bool) -> None:
-        why = (
-            "no matrix product of it makes logits for a loss over classes (cross entropy or a softmax)"
-            if has_loss
-            else "its loss is outside of the captured graph"
-        )
+    def __init__(self, strategy: str, model: str) -> None:
         super().__init__(
-            f"strategy {strategy!r}: chunks(...) is about the loss over a vocabulary, but of model {model!r} {why}. "
-            "Leave the flag out."
+            f"strategy {strategy!r}: chunks(...) is about the loss over a vocabulary, but no matrix product of model "
+            f"{model!r} makes logits for a loss over classes (cross entropy or a softmax). Leave the flag out."
         )
 
 

@@ -126,7 +126,7 @@ def test_a_pipeline_keeps_no_logits_for_its_backward():
 
 
 def test_weights_are_gathered_once():
-    """What ZeRO-3 gathers anew for the backward, the loss has in its forward already."""
+    """The chunks read what ZeRO-3 has gathered of the head."""
 
     def gathers(strategy: str) -> int:
         return lowered(gpt(), strategy).collectives()["all_gather"]
@@ -187,13 +187,17 @@ def test_losses_that_mix_tokens(loss, words):
 
 
 def test_a_model_without_classes():
-    with pytest.raises(NoVocabularyLossError, match=r"model 'Mlp' no matrix product .* Leave the flag out"):
+    with pytest.raises(
+        NoVocabularyLossError, match=r"no matrix product of model 'Mlp' makes logits .* Leave the flag out"
+    ):
         lower(mlp().graph, "dp1+chunks(2)")
 
 
 def test_a_forward_whose_loss_is_outside():
-    with pytest.raises(NoVocabularyLossError, match="its loss is outside of the captured graph"):
-        lower_forward(case("llama").graph, "dp1+chunks(2)")
+    """A plain call of the model gives logits whole, also under a strategy that trains in chunks."""
+    graph = lower_forward(case("llama").graph, "dp1+chunks(2)")
+    assert any("chunks(...) has no effect here" in note for note in graph.notes)
+    assert not any("chunk" in node.meta for part in graph.parts.values() for node in part.graph.nodes)
 
 
 def test_a_rule_for_another_module():
