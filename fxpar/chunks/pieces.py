@@ -12,8 +12,9 @@ from torch import fx
 
 from fxpar.chunks.region import LossRegion
 from fxpar.ir.dist_config import Placement, Shard
+from fxpar.ir.dist_config import chunk as part_of
 from fxpar.ir.graph import AnnotatedGraph, Size, TensorMeta
-from fxpar.ir.node_meta import is_backward, is_size, local_tensor, size_of
+from fxpar.ir.node_meta import dist_of, is_backward, is_size, local_tensor, size_of
 from fxpar.ir.pass_base import ancestors, replace_operands, tensor_operands
 from fxpar.ops.traits import SIZES
 
@@ -33,6 +34,7 @@ class _Cutter:
     graph: fx.Graph
     region: LossRegion
     chunks: int
+    number: int = 0  # of the chunk that is made
     integers: dict[Any, fx.Node] = field(default_factory=dict)
     lengths: dict[Size, fx.Node] = field(default_factory=dict)
     narrowed: dict[Any, fx.Node] = field(default_factory=dict)
@@ -44,32 +46,29 @@ class _Cutter:
         totals: dict[fx.Node, list[fx.Node]] = {n: [] for n, users in given.items() if users}
         with self.graph.inserting_before(head):
             for number in range(self.chunks):
-                copies = self._copies(number)
+                self.number = number
+                copies = self._copies()
                 for node, found in totals.items():
                     self._add(node, copies[node], found)
             for node, found in totals.items():
                 whole = self._whole(node, found)
                 for user in given[node]:
-                    if _is_widened(user, found[-1]):  # a sum is that wide already
-                        user.replace_all_uses_with(found[-1])
-                        self.graph.erase_node(user)
-                    else:
-                        user.replace_input_with(node, whole)
+                    self._read(user, node, whole)
                 if not whole.users:
                     self.graph.erase_node(whole)
         for node in reversed(self.region.nodes):
             self.graph.erase_node(node)
 
     # ------------------------------------------------------------------------------------------------ one chunk
-    def _copies(self, number: int) -> dict[fx.Node, fx.Node]:
-        """The region for chunk `number`."""
+    def _copies(self) -> dict[fx.Node, fx.Node]:
+        """The region for one chunk."""
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.region.nodes:
             takes, makes = self.region.cuts.takes[node], self.region.cuts.makes[node]
             pairs = zip(tensor_operands(node), takes, strict=True)
-            operands = [copies[o] if o in copies else self._narrow(o, lies, number) for o, lies in pairs]
+            operands = [copies[o] if o in copies else self._narrow(o, lies) for o, lies in pairs]
             copy = copies[node] = self.graph.node_copy(node)
-            copy.meta = {**node.meta, "backward": False, "chunk": number}
+            copy.meta = {**node.meta, "backward": False, "chunk": self.number}
             replace_operands(copy, operands)
             for key in ("tensor", "local"):
                 metas = node.meta[key] if isinstance(node.meta[key], tuple) else (node.meta[key],)
@@ -82,8 +81,7 @@ class _Cutter:
         if not isinstance(placement, Shard):
             return meta
         shape = list(meta.shape)
-        size = shape[placement.dim]
-        shape[placement.dim] = size // self.chunks if isinstance(size, int) else size / self.chunks
+        shape[placement.dim] = part_of(shape[placement.dim], self.chunks)
         return replace(meta, shape=tuple(shape))
 
     def _cut_sizes(self, copy: fx.Node, placement: Placement) -> None:
@@ -103,36 +101,35 @@ class _Cutter:
         args[position] = sizes
         copy.args = tuple(args)
 
-    def _narrow(self, value: fx.Node, placement: Placement, number: int) -> fx.Node:
+    def _narrow(self, value: fx.Node, placement: Placement) -> fx.Node:
         """The chunk of a value from outside."""
         if not isinstance(placement, Shard):
             return value
-        key = value, placement, number
+        key = value, placement, self.number
         if key not in self.narrowed:
             dim, rows = placement.dim, len(placement.sections)
             shape = local_tensor(value).shape
             if rows > 1:  # [B * T] -> [B, T], cut, and back
-                each = self._split(shape[dim], rows)
+                each = part_of(shape[dim], rows)
                 whole = self._reshape(value, value, [*shape[:dim], rows, each, *shape[dim + 1 :]])
-                found = self._slice(whole, value, dim + 1, number)
-                left = self._split(shape[dim], self.chunks)
+                found = self._slice(whole, value, dim + 1)
+                left = part_of(shape[dim], self.chunks)
                 self.narrowed[key] = self._reshape(found, value, [*shape[:dim], left, *shape[dim + 1 :]])
             else:
-                self.narrowed[key] = self._slice(value, value, dim, number)
-            self.narrowed[key].meta["chunk"] = number
+                self.narrowed[key] = self._slice(value, value, dim)
         return self.narrowed[key]
 
-    def _slice(self, value: fx.Node, like: fx.Node, dim: int, number: int) -> fx.Node:
+    def _slice(self, value: fx.Node, like: fx.Node, dim: int) -> fx.Node:
         size = local_tensor(value).shape[dim]
-        start, end = (self._border(value, dim, n) for n in (number, number + 1))
+        start, end = (self._border(value, dim, n) for n in (self.number, self.number + 1))
         shape = list(local_tensor(value).shape)
-        shape[dim] = self._split(size, self.chunks)
+        shape[dim] = part_of(size, self.chunks)
         return self._call(aten.slice.Tensor, (value, dim, start, end), like, shape)
 
     def _border(self, value: fx.Node, dim: int, number: int) -> Any:
         """Where chunk `number` begins."""
         size = local_tensor(value).shape[dim]
-        each = self._split(size, self.chunks)
+        each = part_of(size, self.chunks)
         if isinstance(each, int) or not number:
             return number * each if isinstance(each, int) else 0
         length = self._length(value, dim)
@@ -145,9 +142,6 @@ class _Cutter:
         if size not in self.lengths:
             self.lengths[size] = self._integer(aten.sym_size.int, value, dim, size)
         return self.lengths[size]
-
-    def _split(self, size: Size, parts: int) -> Size:
-        return size // parts if isinstance(size, int) else size / parts
 
     def _reshape(self, value: fx.Node, like: fx.Node, shape: list[Size]) -> fx.Node:
         moving = [d for d, size in enumerate(shape) if not isinstance(size, int)]
@@ -173,7 +167,7 @@ class _Cutter:
             if key in like.meta:
                 node.meta[key] = like.meta[key]
         node.meta["tensor"] = node.meta["local"] = TensorMeta(tuple(shape), local_tensor(like).dtype)
-        node.meta.update({"phase": "body", "backward": False})
+        node.meta.update({"phase": "body", "backward": False, "chunk": self.number})
         return node
 
     # ------------------------------------------------------------------------------------------------ all chunks
@@ -194,6 +188,7 @@ class _Cutter:
             so_far = self._cast(so_far, _WIDE)
         total = self._call(aten.add.Tensor, (so_far, copy), node, shape)
         total.meta["local"] = total.meta["tensor"] = replace(local_tensor(node), dtype=local_tensor(so_far).dtype)
+        total.meta["dist"] = dist_of(so_far)
         found[:] = [total]
 
     def _whole(self, node: fx.Node, found: list[fx.Node]) -> fx.Node:
@@ -204,29 +199,35 @@ class _Cutter:
             whole = total if local_tensor(total).dtype == meta.dtype else self._cast(total, meta.dtype)
         elif len(placement.sections) > 1:
             dim, rows, shape = placement.dim, len(placement.sections), meta.shape
-            each = self._split(self._split(shape[dim], rows), self.chunks)
+            each = part_of(part_of(shape[dim], rows), self.chunks)
             parts = [self._reshape(p, node, [*shape[:dim], rows, each, *shape[dim + 1 :]]) for p in found]
-            joined = [*shape[:dim], rows, self._split(shape[dim], rows), *shape[dim + 1 :]]
+            joined = [*shape[:dim], rows, part_of(shape[dim], rows), *shape[dim + 1 :]]
             whole = self._call(aten.cat.default, (parts, dim + 1), node, joined)
             whole = self._reshape(whole, node, list(shape))
         else:
             whole = self._call(aten.cat.default, (found, placement.dim), node, list(meta.shape))
         for key in ("tensor", "local"):
             whole.meta[key] = node.meta[key]
-        whole.meta["chunk"] = self.chunks - 1
         return whole
+
+    def _read(self, user: fx.Node, node: fx.Node, whole: fx.Node) -> None:
+        """Let a reader of the region's `node` take `whole`. A cast that only makes of a sum what it was before it was
+        rounded is not needed.
+        """
+        total: Any = whole.args[0] if whole.target is aten._to_copy.default else whole
+        if user.target is aten._to_copy.default and total is not whole and user.kwargs == {"dtype": _WIDE}:
+            total.meta["dist"] = user.meta["dist"]
+            user.replace_all_uses_with(total)
+            self.graph.erase_node(user)
+        else:
+            user.replace_input_with(node, whole)
 
     def _cast(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
         node = self._call(aten._to_copy.default, (value,), value, list(local_tensor(value).shape))
         node.kwargs = {"dtype": dtype}
         node.meta["tensor"] = node.meta["local"] = replace(local_tensor(value), dtype=dtype)
+        node.meta["dist"] = replace(dist_of(value), dtype=dtype)
         return node
-
-
-def _is_widened(user: fx.Node, total: fx.Node) -> bool:
-    """Whether `user` only makes of a sum what `total` is."""
-    wide = local_tensor(total).dtype
-    return user.target is aten._to_copy.default and user.kwargs == {"dtype": wide} and wide == _WIDE
 
 
 def _move_up(values: Iterable[fx.Node], head: fx.Node) -> None:

@@ -160,6 +160,22 @@ def test_low_precision_is_added_up_in_fp32():
     assert {local_meta(n).dtype for n in sums if fqn_of(n) == "head"} == {torch.float32}
 
 
+def test_low_precision_for_a_store():
+    """The sum in fp32 is the gradient, and on the last stage all of it is made in the forward."""
+    captured = own.with_loss(own.z_loss, dtype=torch.bfloat16)
+    program = lower(captured.graph, "dp2+zero2+chunks(4)", for_store=True)
+    (gradient,) = (
+        s.meta for o, s in zip(program.outputs, program.stored_outputs, strict=True) if o.fqn == "head.weight"
+    )
+    assert gradient.dtype == torch.float32
+    assert [
+        n for n in program.body.graph.nodes if fqn_of(n) == "head" and is_backward(n) and n.target is aten.mm.default
+    ] == []
+    two = llama(layers=2, dtype=torch.bfloat16)
+    last = lower(two.graph, "pp2+chunks(4)", for_store=True).stages[-1]
+    assert [local_meta(n).shape for n in last.forward.results if local_meta(n)].count((97, 32)) == 1
+
+
 def gradient(captured: Captured, strategy: str) -> torch.Tensor:
     program = lower(captured.graph, strategy)
     (found,) = run_world(program, captured.params, captured.buffers, captured.batches, assign(program.strategy, 2), 1.0)
