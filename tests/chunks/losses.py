@@ -33,6 +33,13 @@ def z_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return losses.cross_entropy_sum(logits, labels) + 1e-3 * (torch.logsumexp(logits, -1).square() * valid).sum()
 
 
+def written(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Cross entropy with log_softmax and gather, whose backward writes into zeros as large as the logits."""
+    labels = batch["labels"]
+    log_p = torch.log_softmax(logits_of(model, batch), -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return -(log_p * (labels != losses.IGNORE_INDEX)).sum()
+
+
 def focal(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Written out, with gather."""
     logits, labels = logits_of(model, batch), batch["labels"]

@@ -64,13 +64,16 @@ def test_models(make, strategy):
     assert result.ok, result
 
 
-LOSSES = {f.__name__: f for f in (own.smoothed, own.z_loss, own.focal, own.capped)}
+LOSSES = {f.__name__: f for f in (own.smoothed, own.z_loss, own.focal, own.capped, own.written)}
 PLACES = [(1, "tp2+sp+chunks(3)"), (2, "tp2+sp+chunks(2)"), (1, "cp2+chunks(2)")]
 
 
 @pytest.mark.parametrize(
     ("loss", "place"),
-    thinned(itertools.product(LOSSES, PLACES), [*zip(LOSSES, PLACES, strict=False), ("capped", PLACES[0])]),
+    thinned(
+        itertools.product(LOSSES, PLACES),
+        [*zip(LOSSES, PLACES, strict=False), ("capped", PLACES[0]), ("written", PLACES[2])],
+    ),
 )
 def test_losses(loss, place):
     """Under tp most of these swap a part of the vocabulary for a part of the tokens first, which the chunks follow."""
