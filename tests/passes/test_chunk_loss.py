@@ -81,7 +81,8 @@ def test_losses(loss, place):
     captured = own.with_loss(LOSSES[loss], rows)
     result = captured.check(strategy, 1e-10)
     assert result.ok, result
-    assert largest_over(lowered(captured, strategy), own.VOCAB, 24) <= rows * 24 * own.VOCAB // 2
+    parts = 4 if strategy == "cp2+chunks(2)" else 2  # at least: under tp logits have a part of the vocabulary or tokens
+    assert largest_over(lowered(captured, strategy), own.VOCAB, 24) <= rows * 24 * own.VOCAB // parts
 
 
 @settings(suppress_health_check=list(HealthCheck))
