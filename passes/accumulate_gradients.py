@@ -8,7 +8,8 @@ result is that buffer, added to. Buffers' new values are not accumulated.
     return (%m, %d)                             %d = exp(%y); %s = add_(%acc_1, %d); return (%m, %s)
 
 A matrix product that is nothing but a gradient adds up as it is computed (as "gradient accumulation fusion" does in
-Megatron-LM); through a transpose or a reshape the same view of the accumulator is added to.
+Megatron-LM), and so does a sum of products; through a transpose or a reshape the same view of the accumulator is added
+to.
 
 Cost: one pass over the gradients that are no products; no memory. A product's sum may differ from product and addition
 in its last bit. Used on the body graph alone, for micro-batches after the first.
@@ -81,7 +82,7 @@ def _product_below(result: fx.Node) -> list[fx.Node] | None:
     product = chain[-1]
     # Two results that are one node have one user; two that share a product give it two.
     (output,) = result.graph.find_nodes(op="output")
-    if product.target not in _PRODUCTS or len(product.users) != 1 or output.args[0].count(result) != 1:  # type: ignore[union-attr]
+    if _first_term(product) is None or len(product.users) != 1 or output.args[0].count(result) != 1:  # type: ignore[union-attr]
         return None
     swaps, reshapes = ({node.target for node in chain} & kinds for kinds in (_SWAPS, _RESHAPES))
     # An accumulator lies in one stretch in the order of the result, or as the first micro-batch left it. These are the
@@ -91,6 +92,13 @@ def _product_below(result: fx.Node) -> list[fx.Node] | None:
     return chain[::-1]
 
 
+def _first_term(product: fx.Node) -> fx.Node | None:
+    """The product that a sum of products begins with, which the others are added to in place (a loss in chunks)."""
+    while product.target is aten.addmm_.default and product.all_input_nodes[0].users.keys() == {product}:
+        product = product.all_input_nodes[0]
+    return product if product.target in _PRODUCTS else None
+
+
 def _is_static(node: fx.Node) -> bool:
     meta = _local(node)
     return meta is not None and all(isinstance(size, int) for size in meta.shape)
@@ -98,7 +106,7 @@ def _is_static(node: fx.Node) -> bool:
 
 def _add_product(chain: list[fx.Node], accumulator: fx.Node) -> None:
     """Turn the product at the start of `chain` into one that adds to `accumulator`."""
-    product, graph = chain[0], accumulator.graph
+    product, graph = _first_term(chain[0]) or chain[0], accumulator.graph
     view = accumulator
     with graph.inserting_before(product):
         for node, target in zip(reversed(chain[1:]), reversed(chain[:-1]), strict=True):

@@ -35,7 +35,7 @@ def check_rules(graph: LogicalGraph, strategy: Strategy) -> None:
         if not any(map(rule.matches, modules)):
             raise RuleGlobError(rule.glob, modules)
     for module in modules:
-        for what in ("roles", "zero", "remat"):
+        for what in ("roles", "zero", "remat", "chunks"):
             strategy.rule_of(module, what)
 
 

@@ -86,3 +86,45 @@ class RematGlobError(FxparError):
 
     def __init__(self, glob: str, modules: Iterable[str]) -> None:
         super().__init__(f"remat({glob}): {glob!r} matches no module of the model{_near_modules(glob, modules)}")
+
+
+class NoVocabularyLossError(FxparError):
+    """A strategy wants the loss in chunks of tokens, and the graph has no loss over classes."""
+
+    def __init__(self, strategy: str, model: str) -> None:
+        super().__init__(
+            f"strategy {strategy!r}: chunks(...) is about the loss over a vocabulary, but no matrix product of model "
+            f"{model!r} makes logits for a loss over classes (cross entropy or a softmax). Leave the flag out."
+        )
+
+
+class ChunkedLossError(FxparError):
+    """The loss cannot run in chunks of tokens, for one of its ops."""
+
+    def __init__(self, what: str, node: str, why: str) -> None:
+        super().__init__(
+            f"{what}: {node} {why}. In chunks, all that is made of the logits must be made token by token, or be a sum "
+            "over tokens that is not read again. Change the loss function, or leave the flag out."
+        )
+
+
+class ChunkedTokensError(FxparError):
+    """A fixed number of tokens that the chunks of the loss do not divide."""
+
+    def __init__(self, strategy: str, model: str, tokens: int, chunks: int) -> None:
+        near = min((n for n in range(1, tokens + 1) if tokens % n == 0), key=lambda n: (abs(n - chunks), n))
+        super().__init__(
+            f"strategy {strategy!r}: the loss of {model!r} is over {tokens} tokens per rank, which do not divide by "
+            f"chunks({chunks}). Write chunks({near}), or capture the model with a dynamic number of tokens."
+        )
+
+
+class ChunkedRuleError(FxparError):
+    """Rules want the loss of modules in chunks that have none."""
+
+    def __init__(self, rules: Iterable[str], model: str, module: str) -> None:
+        which = " and ".join(map(repr, rules))
+        super().__init__(
+            f"rule {which} wants chunks, but the loss over the vocabulary of {model!r} begins in module {module!r}. "
+            "Write chunks(...) in a rule for that module, or in front of the brackets."
+        )

@@ -6,8 +6,8 @@ They stand in brackets behind the strategy, `glob: roles` each, with ';' between
 
 A glob runs over FQNs of modules: `*` is any text, dots too, `?` one character, `{0-7}` a number, `{a,b}` one of these.
 What it matches is meant with all modules inside. Roles are axes of the same ranks that the replica has, outermost
-first (here: 4), with `+sp` or without; `+zero...` and `+remat...` are of the rule alone. What a rule does not
-say is as around it: where several match, each property comes from the innermost module that a rule says it of.
+first (here: 4), with `+sp` or without; `+zero...`, `+remat...` and `+chunks...` are of the rule alone. What a rule does
+not say is as around it: where several match, each property comes from the innermost module that a rule says it of.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _MOST_STARS = 6  # each multiplies the ways in which a glob may match
 @dataclass(frozen=True)
 class ModuleRule:
     """What modules that `glob` matches do: `axes` are those inside of a replica, () as around them, `sp` goes with
-    them. `zero` and `remat` of None are as around them; `Remat("none")` recomputes nothing.
+    them. `zero`, `remat` and `chunks` of None are as around them; `Remat("none")` recomputes nothing, a loss of one
+    chunk is whole.
     """
 
     glob: str
@@ -43,11 +44,13 @@ class ModuleRule:
     sp: bool = False
     zero: int | None = None
     remat: Remat | None = None
+    chunks: int | None = None
 
     def __str__(self) -> str:
         axes = ".".join(f"{name}{degree}" for name, degree in self.axes)
         flags = ["sp"] * self.sp + ([f"zero{self.zero}"] if self.zero is not None else [])
-        return f"{self.glob}: {'+'.join([axes, *flags, *([str(self.remat)] if self.remat else [])])}"
+        flags += [str(self.remat)] * (self.remat is not None) + [f"chunks({self.chunks})"] * (self.chunks is not None)
+        return f"{self.glob}: {'+'.join([axes, *flags])}"
 
     def matches(self, module: str) -> bool:
         """Whether the glob matches the module itself."""
@@ -55,8 +58,9 @@ class ModuleRule:
 
     @property
     def says(self) -> tuple[str, ...]:
-        """What it says something about: roles, zero, remat."""
+        """What it says something about: roles, zero, remat, chunks."""
         said = {"roles": bool(self.axes), "zero": self.zero is not None, "remat": self.remat is not None}
+        said["chunks"] = self.chunks is not None
         return tuple(name for name, is_said in said.items() if is_said)
 
 
@@ -93,7 +97,7 @@ def check_glob(text: str, glob: str) -> None:
 
 
 def governing(rules: Sequence[ModuleRule], fqn: str, what: str) -> int | None:
-    """The index of the rule that says `what` (roles, zero or remat) of the module `fqn` ("" for the root), or of the
+    """The index of the rule that says `what` (one of `says`) of the module `fqn` ("" for the root), or of the
     nearest one around it; None where none does. Raises RuleConflictError where two do.
     """
     parts = fqn.split(".")

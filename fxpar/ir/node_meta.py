@@ -34,6 +34,7 @@ NodeMeta = TypedDict(
         "comm": tuple[str, TensorMeta],  # axis of a collective, and what one rank sends (ring algorithms)
         "fused": int,  # how many collectives travel in this one
         "buffer": str,  # FQN of the buffer that this value is written to
+        "chunk": int,  # the loss runs in chunks of tokens: of which this is a part, or the result of all
         "again": bool,  # computed a second time, in the backward
         "pass": str,  # name of the pass that made the node; nodes of the capture have none
         # Of the placement search: nodes that decide together.

@@ -6,10 +6,11 @@ Grammar: `axes ('+' flag)*` with axes `name degree ('.' name degree)*`, outermos
 
 Axes: dp (data), pp (pipeline), cp (context: tokens), rows (tokens, packed so that no document is cut), tp (tensor), ep
 (expert). Flags: sp (Megatron sequence parallel on the tp axis), zero1 | zero2 | zero3 (optimizer state | + gradients |
-+ parameters sharded over dp, cp and rows), remat or remat(...) (recomputation, see `Remat`). With pp: gpipe | 1f1b |
-zb_h1 | interleaved_1f1b(2) (the schedule, see `Pipeline`), cut(layers.3|layers.6) (where stages begin). role(tp=name)
-(what an axis is used for, where another package says so, see `fxpar.annotate.roles`). Rules in brackets at the end say
-what some modules do otherwise (see `fxpar.ir.module_rules`):
++ parameters sharded over dp, cp and rows), remat or remat(...) (recomputation, see `Remat`), chunks(16) (the loss over
+the vocabulary, in as many chunks of tokens). With pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see
+`Pipeline`), cut(layers.3|layers.6) (where stages begin). role(tp=name) (what an axis is used for, where another package
+says so, see `fxpar.annotate.roles`). Rules in brackets at the end say what some modules do otherwise (see
+`fxpar.ir.module_rules`):
 
     dp2.tp4+sp[*.self_attn: cp4; lm_head: tp4]
 """
@@ -45,7 +46,7 @@ class Strategy:
     Its ranks begin at `offset`, which is not part of the text: a pipeline stage's strategy is written like any other.
     `overrides` maps a glob over parameter FQNs to `S(dim)@tp` or `R@tp`; the first glob that matches wins over what the
     search would choose. `roles` are axes with the names of their roles, where another package says what an axis
-    is used for. `rules` are what some modules do otherwise.
+    is used for. `rules` are what some modules do otherwise. The loss over the vocabulary runs in `chunks` of tokens.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -57,6 +58,7 @@ class Strategy:
     roles: tuple[tuple[str, str], ...] = ()
     offset: int = 0
     rules: tuple[ModuleRule, ...] = ()
+    chunks: int = 1
 
     @classmethod
     def parse(cls, text: str, *, world: int | None = None, overrides: Mapping[str, str] | None = None) -> Strategy:
@@ -69,6 +71,7 @@ class Strategy:
         outside, inside = split_rules(text.strip())
         axis_text, *flags = outside.split("+")
         axes, found = parse_axes(text, axis_text), parse_flags(text, flags)
+        found["chunks"] = found["chunks"] or 1
         rules = () if inside is None else parse_rules(text, inside)
         strategy = cls(axes, **found, overrides=tuple((overrides or {}).items()), rules=rules)
         if strategy.world > MOST_RANKS:
@@ -189,6 +192,16 @@ class Strategy:
         found = self.remat if (rule := self.rule_of(fqn, "remat")) is None else self.rules[rule].remat
         return None if found is None or found.mode == "none" else found
 
+    def chunks_of(self, fqn: str) -> int:
+        """In how many chunks of tokens the loss runs that begins with a product of this module."""
+        found = None if (rule := self.rule_of(fqn, "chunks")) is None else self.rules[rule].chunks
+        return self.chunks if found is None else found
+
+    @property
+    def most_chunks(self) -> int:
+        """The most that the strategy or a rule says; 1 where nothing is cut."""
+        return max(self.chunks, *(rule.chunks or 1 for rule in self.rules)) if self.rules else self.chunks
+
     @property
     def model_axes(self) -> tuple[str, ...]:
         """Axes on which the values of a replica are placed, in the order in which they are searched: tp, then cp, of
@@ -225,12 +238,13 @@ class Strategy:
 
     def placing(self) -> Strategy:
         """The same without what saves memory alone: two strategies that are equal so place every value alike."""
-        rules = tuple(replace(rule, zero=None, remat=None) for rule in self.rules if rule.axes)
-        return replace(self, zero=0, remat=None, rules=rules)
+        rules = tuple(replace(rule, zero=None, remat=None, chunks=None) for rule in self.rules if rule.axes)
+        return replace(self, zero=0, remat=None, chunks=1, rules=rules)
 
     def __str__(self) -> str:
         flags = ["sp"] * self.sp + ([f"zero{self.zero}"] if self.zero else [])
-        flags += [*([str(self.remat)] if self.remat else []), *self.pipeline.flags()]
+        flags += [str(self.remat)] * (self.remat is not None) + [f"chunks({self.chunks})"] * (self.chunks > 1)
+        flags += self.pipeline.flags()
         flags += ["role({})".format("|".join(f"{axis}={name}" for axis, name in self.roles))] if self.roles else []
         rules = f"[{'; '.join(map(str, self.rules))}]" if self.rules else ""
         return "+".join([".".join(f"{name}{size}" for name, size in self.axes), *flags]) + rules

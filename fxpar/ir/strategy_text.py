@@ -13,9 +13,11 @@ from fxpar.ir.remat import REMAT, Remat, parse_remat
 
 MOST_RANKS = 2**20  # more are a slip of the finger
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
-FLAGS = ("sp", "zero1", "zero2", "zero3", "remat", *SCHEDULES, "cut", "role")
+FLAGS = ("sp", "zero1", "zero2", "zero3", "remat", "chunks", *SCHEDULES, "cut", "role")
+MOST_CHUNKS = 64  # each is a copy of the loss in the graph
 _AXIS = re.compile(r"([a-z]+)([0-9]{1,9})")
 _SCHEDULE = re.compile(r"(gpipe|1f1b|zb_h1|interleaved_1f1b)(?:\((\d+)\))?")
+_CHUNKS = re.compile(r"chunks(?:\((.*)\))?", re.DOTALL)
 _CUT = re.compile(r"cut\((.*)\)", re.DOTALL)
 _ROLES = re.compile(r"role\((.*)\)", re.DOTALL)
 _ROLE = re.compile(r"(\w+)=(\w+)", re.ASCII)
@@ -91,7 +93,7 @@ def _parse_rule(text: str, part: str, glob: str, axes: Axes, flags: list[str]) -
         raise StrategySyntaxError(
             text, part, "a rule recomputes all of its modules: remat, remat(selective), or remat(none)"
         )
-    return ModuleRule(glob, axes, found["sp"], zero[0] if zero else None, remat)
+    return ModuleRule(glob, axes, found["sp"], zero[0] if zero else None, remat, found["chunks"])
 
 
 def parse_axes(text: str, axis_text: str) -> Axes:
@@ -118,6 +120,7 @@ def parse_flags(text: str, flags: list[str]) -> dict[str, Any]:
     """The fields of a strategy that flags say."""
     zero, sp = 0, False
     remats: list[Remat | None] = []
+    chunks: list[int] = []
     schedules: list[Pipeline] = []
     cuts: list[tuple[str, ...]] = []
     roles: list[tuple[tuple[str, str], ...]] = []
@@ -134,6 +137,8 @@ def parse_flags(text: str, flags: list[str]) -> dict[str, Any]:
             if remats:
                 raise StrategySyntaxError(text, flag, "flag 'remat' is given twice")
             remats.append(parse_remat(text, flag, match[1]))
+        elif match := _CHUNKS.fullmatch(flag):
+            chunks.append(_parse_chunks(text, flag, match[1]))
         elif match := _SCHEDULE.fullmatch(flag):
             schedules.append(_parse_schedule(text, flag, match[1], match[2]))
         elif match := _CUT.fullmatch(flag):
@@ -145,7 +150,8 @@ def parse_flags(text: str, flags: list[str]) -> dict[str, Any]:
         else:
             why = f"unknown flag {flag!r}{nearest(flag, FLAGS) or '.'} Flags are {', '.join(FLAGS)}"
             raise StrategySyntaxError(text, flag, why)
-    for name, given in (("a schedule", schedules), ("flag 'cut'", cuts), ("flag 'role'", roles)):
+    given_once = {"a schedule": schedules, "flag 'chunks'": chunks, "flag 'cut'": cuts, "flag 'role'": roles}
+    for name, given in given_once.items():
         if len(given) > 1:
             raise StrategySyntaxError(text, text, f"{name} is given twice")
     pipeline = replace(schedules[0] if schedules else Pipeline(), cuts=cuts[0] if cuts else ())
@@ -153,9 +159,18 @@ def parse_flags(text: str, flags: list[str]) -> dict[str, Any]:
         "zero": zero,
         "sp": sp,
         "remat": remats[0] if remats else None,
+        "chunks": chunks[0] if chunks else None,
         "pipeline": pipeline,
         "roles": roles[0] if roles else (),
     }
+
+
+def _parse_chunks(text: str, flag: str, inside: str | None) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", inside or "", re.ASCII):
+        raise StrategySyntaxError(text, flag, "write in how many chunks of tokens the loss runs, such as chunks(16)")
+    if not 1 <= int(inside or "") <= MOST_CHUNKS:
+        raise StrategySyntaxError(text, flag, f"the loss runs in 1 to {MOST_CHUNKS} chunks of tokens")
+    return int(inside or "")
 
 
 def _parse_role(text: str, flag: str, word: str) -> tuple[str, str]:

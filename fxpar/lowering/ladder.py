@@ -23,6 +23,7 @@ from fxpar.lowering.needs import verify_end, verify_kept, verify_needs
 from fxpar.lowering.verify import changed, verify, verify_placements
 from fxpar.passes.bucket_collectives import BucketCollectives
 from fxpar.passes.casts import Casts
+from fxpar.passes.chunk_loss import ChunkLoss
 from fxpar.passes.cleanup import Cleanup
 from fxpar.passes.global_to_local import GlobalToLocal
 from fxpar.passes.insert_reshards import InsertReshards
@@ -66,6 +67,7 @@ def default_passes(
         Cleanup(),
         GlobalToLocal(),
         LowerCollectives(),
+        ChunkLoss(),
         Rematerialize(tuple((sizes or {}).items())),
         BucketCollectives(),
         ReuseBuffers(),

@@ -101,6 +101,11 @@ FUNCTIONAL = Need(
     "some write in place",
     lambda graph: not any(writes(n) for n in _calls(graph)),
 )
+UNCHUNKED = Need(
+    "a loss of all tokens at once",
+    "chunk_loss has run",
+    lambda graph: not any("chunk" in n.meta for n in _calls(graph)),
+)
 UNPLACED = Need(
     "a graph without placements",
     "it has them",
@@ -118,6 +123,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "cleanup": (),
     "global_to_local": (FITS, STEPS, GLOBAL),
     "lower_collectives": (FITS, STEPS, LOCAL),
+    "chunk_loss": (*_LATE, FUNCTIONAL, UNCHUNKED),
     "rematerialize": (*_LATE, FUNCTIONAL),
     "bucket_collectives": (*_LATE, FUNCTIONAL),
     "reuse_buffers": _LATE,

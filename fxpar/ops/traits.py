@@ -262,6 +262,7 @@ KEEPS_ZERO = (
 """Where all operands are zero, so is the result."""
 
 IN_PLACE: dict[Any, Any] = {
+    aten.addmm.default: aten.addmm_.default,
     aten.add.Tensor: aten.add_.Tensor,
     aten.add.Scalar: aten.add_.Scalar,
     aten.sub.Tensor: aten.sub_.Tensor,
@@ -283,7 +284,7 @@ IN_PLACE: dict[Any, Any] = {
     aten.silu.default: aten.silu_.default,
     aten.gelu.default: aten.gelu_.default,
 }
-"""Elementwise op -> the one that writes over its first operand, with the same operands."""
+"""Op that is elementwise in its first operand -> the one that writes over it, with the same operands."""
 
 OUT: dict[Any, tuple[Any, str]] = {
     aten.silu_backward.default: (aten.silu_backward.grad_input, "grad_input"),

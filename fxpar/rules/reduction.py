@@ -109,6 +109,24 @@ def loss_backward_factors(op: OpView) -> list[Factor]:
     return [Factor((None if reduction == _SUM else d, *(d,) * others), (d,)) for d in range(len(op.outputs[0]))]
 
 
+def label_loss_factors(op: OpView) -> list[Factor]:
+    """aten.nll_loss_forward(x [N, V], labels [N], weight [V]?, reduction, ...) -> (loss, total weight): rows."""
+    reduction = op.arg(3, "reduction", 1)
+    if len(op.inputs[0]) != 2 or reduction == 1:
+        return []
+    rest = (None,) * (len(op.inputs) - 2)
+    return [Factor((0, 0, *rest), ("sum" if reduction == _SUM else 0, "sum"), pad=False)]
+
+
+def label_loss_backward_factors(op: OpView) -> list[Factor]:
+    """(grad, x [N, V], labels [N], weight [V]?, reduction, ..., total weight) -> dx: rows."""
+    reduction = op.arg(4, "reduction", 1)
+    if len(op.inputs[1]) != 2 or reduction == 1:
+        return []
+    rest = (None,) * (len(op.inputs) - 3)
+    return [Factor((None if reduction == _SUM else 0, 0, 0, *rest), (0,), pad=False)]
+
+
 def _reduction_position(op: OpView) -> int:
     names = [argument.name for argument in op.target._schema.arguments]
     return names.index("reduction")

@@ -123,6 +123,8 @@ TABLE: dict[Any, OpRule] = {
     aten.cumprod.default: _by(reduction.cumulative_factors),
     **dict.fromkeys(reduction.LOSSES, _by(reduction.loss_factors)),
     **dict.fromkeys(reduction.LOSSES_BACKWARD, _by(reduction.loss_backward_factors)),
+    aten.nll_loss_forward.default: _by(reduction.label_loss_factors),
+    aten.nll_loss_backward.default: _by(reduction.label_loss_backward_factors),
     aten._softmax.default: _by(reduction.softmax_factors),
     aten._log_softmax.default: _by(reduction.softmax_factors),
     aten._safe_softmax.default: _by(reduction.softmax_factors),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -15,6 +15,7 @@ from fxpar.ir.node_meta import is_size, size_of, tensor_metas
 from fxpar.rules.option import Option, OpView, TensorRef, localize
 
 Value = tuple[fx.Node, int]  # result `int` of a node
+Metas = Callable[[fx.Node], tuple[TensorMeta | None, ...]]
 
 
 class Sizes:
@@ -85,9 +86,14 @@ def is_op(node: fx.Node) -> bool:
 
 
 def make_view(
-    node: fx.Node, sizes: Sizes, others: Sequence[tuple[Mapping[fx.Node, Option], int]] = ()
+    node: fx.Node,
+    sizes: Sizes,
+    others: Sequence[tuple[Mapping[fx.Node, Option], int]] = (),
+    metas: Metas = tensor_metas,
 ) -> tuple[OpView, list[Value]]:
-    """`OpView` of a node, with sizes already cut by the options of other axes: `others` are these with degrees."""
+    """`OpView` of a node, with sizes already cut by the options of other axes: `others` are these with degrees.
+    `metas` gives the shapes of a node's results.
+    """
     operands: list[Value] = []
     shapes: list[tuple[int, ...]] = []
     dynamic: list[tuple[int, ...]] = []
@@ -100,7 +106,7 @@ def make_view(
             moving |= _is_dynamic(size_of(arg))
             return sizes.probe(size_of(arg))
         value = resolve(arg)
-        meta = tensor_metas(value[0])[value[1]]
+        meta = metas(value[0])[value[1]]
         assert meta is not None
         shape, position = sizes.shape(meta), len(operands)
         for option, degree in cuts:
@@ -112,17 +118,20 @@ def make_view(
 
     args = tuple(_freeze(map_arg(list(node.args), convert)))
     kwargs = tuple((k, _freeze(map_arg(v, convert))) for k, v in node.kwargs.items())
-    outputs = made_shapes(node, sizes, others)
-    dynamic += [_dynamic_dims(m) if m is not None else () for m in tensor_metas(node)]
+    outputs = made_shapes(node, sizes, others, metas)
+    dynamic += [_dynamic_dims(m) if m is not None else () for m in metas(node)]
     return OpView(node.target, args, kwargs, tuple(shapes), outputs, tuple(dynamic), moving), operands
 
 
 def made_shapes(
-    node: fx.Node, sizes: Sizes, others: Sequence[tuple[Mapping[fx.Node, Option], int]] = ()
+    node: fx.Node,
+    sizes: Sizes,
+    others: Sequence[tuple[Mapping[fx.Node, Option], int]] = (),
+    metas: Metas = tensor_metas,
 ) -> tuple[tuple[int, ...], ...]:
     """Shapes of the results of a node, cut as for `make_view`; () for one that is no tensor."""
     found = []
-    for index, meta in enumerate(tensor_metas(node)):
+    for index, meta in enumerate(metas(node)):
         shape: tuple[int, ...] = sizes.shape(meta) if meta is not None else ()
         for options, degree in others:
             if meta is not None and (option := options.get(node)):

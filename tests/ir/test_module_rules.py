@@ -33,7 +33,8 @@ def ruled(draw) -> Strategy:
         axes = factored(draw, world) if draw(st.booleans()) else ()
         zero = draw(st.sampled_from([None, 0, 3])) if axes else draw(st.integers(0, 3))
         remat = draw(st.sampled_from([None, Remat("none"), Remat("full"), Remat("selective", collectives="keep")]))
-        rules.append(ModuleRule(glob, axes, draw(st.booleans()) and bool(axes), zero, remat))
+        chunks = draw(st.sampled_from([None, 1, 16]))
+        rules.append(ModuleRule(glob, axes, draw(st.booleans()) and bool(axes), zero, remat, chunks))
     return Strategy((("dp", 2), *factored(draw, world)), draw(st.booleans()), rules=tuple(rules))
 
 

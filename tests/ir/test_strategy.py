@@ -18,7 +18,7 @@ from fxpar.ir.axes import AXES, BINS
 from fxpar.ir.dist_config import R, Shard
 from fxpar.ir.remat import Remat
 from fxpar.ir.strategy import Strategy, parse_override
-from fxpar.ir.strategy_text import MOST_RANKS, SCHEDULES, Pipeline
+from fxpar.ir.strategy_text import MOST_CHUNKS, MOST_RANKS, SCHEDULES, Pipeline
 
 PLACEMENTS = ["S(0)@tp", "S(1)@tp", "R@tp", "S(2)", "R"]
 
@@ -55,7 +55,7 @@ def strategies(draw) -> Strategy:
     globs = draw(st.dictionaries(st.text(string.ascii_lowercase + ".*", min_size=1), st.sampled_from(PLACEMENTS)))
     flags = draw(st.booleans()), draw(st.integers(0, 3)), tuple(globs.items()), draw(remats())
     assume(math.prod(dict(axes).values()) <= MOST_RANKS)
-    return Strategy(axes, *flags, draw(pipelines(dict(axes).get("pp", 1))))
+    return Strategy(axes, *flags, draw(pipelines(dict(axes).get("pp", 1))), chunks=draw(st.integers(1, MOST_CHUNKS)))
 
 
 @given(strategies())
@@ -245,6 +245,13 @@ SYNTAX = [
     ("tp2+remat(200MiB)", "'remat(200MiB)'", "'200MiB' is not a size"),
     ("tp2+remat(0MB)", "'remat(0MB)'", "a budget is at least 1 byte"),
     ("tp2+remat(a b)", "'remat(a b)'", "'a b' says nothing about recomputation"),
+    ("tp2+chunks", "'chunks'", "write in how many chunks of tokens the loss runs, such as chunks(16)"),
+    ("tp2+chunks(0)", "'chunks(0)'", "the loss runs in 1 to 64 chunks"),
+    ("tp2+chunks(65)", "'chunks(65)'", "the loss runs in 1 to 64 chunks"),
+    ("tp2+chunks(-2)", "'chunks(-2)'", "write in how many chunks"),
+    ("tp2+chunks(\u0662)", "'chunks(\u0662)'", "write in how many chunks"),  # a digit, but none of ASCII
+    ("tp2+chunks(2)+chunks(2)", "'tp2+chunks(2)+chunks(2)'", "flag 'chunks' is given twice"),
+    ("tp2+chunk(2)", "'chunk(2)'", "did you mean 'chunks'?"),
     ("pp2+1f1", "'1f1'", "unknown flag '1f1'; did you mean '1f1b'?"),
     ("pp2+gpip", "'gpip'", "did you mean 'gpipe'?"),
     ("pp2+gpipe+zb_h1", "'pp2+gpipe+zb_h1'", "a schedule is given twice"),

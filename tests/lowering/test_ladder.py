@@ -129,7 +129,7 @@ def test_what_a_pass_breaks_is_said_behind_it(where, change, message):
 
 
 def test_what_writes_in_place_comes_behind_what_moves_calls():
-    with pytest.raises(VerifyError, match="pass 'rematerialize' needs ops that write over nothing"):
+    with pytest.raises(VerifyError, match="pass 'chunk_loss' needs ops that write over nothing"):
         lower(llama().graph, "tp2", passes=behind("lower_collectives", in_place))
 
 
@@ -179,7 +179,7 @@ def twice(name: str, **options) -> list[GraphPass]:
         (without("insert_reshards"), "pass 'zero_shard' needs operands that lie .*Run insert_reshards before it"),
         (without("reshard_to_collectives"), "pass 'mask_padding' needs a graph without reshards.*Run reshard_to"),
         (without("global_to_local"), "pass 'lower_collectives' needs local shapes.*Run global_to_local before it"),
-        (without("lower_collectives"), "pass 'rematerialize' needs collectives that are calls"),
+        (without("lower_collectives"), "pass 'chunk_loss' needs collectives that are calls"),
         (without("reduce_gradients"), "the loss 'loss' .* is that of one replica. Run reduce_gradients once"),
         (without("reduce_gradients", **STORED), "the loss 'loss' .* is that of one replica"),
         (default_passes()[:8], "at the end of the ladder: a program needs local shapes; .*Run global_to_local"),
@@ -187,12 +187,13 @@ def twice(name: str, **options) -> list[GraphPass]:
         (twice("zero_shard"), "pass 'zero_shard' needs parameters that every replica has; .*zero_shard has run"),
         (twice("reduce_gradients"), "pass 'reduce_gradients' needs gradients of one replica; .*has run"),
         (twice("reduce_gradients", **STORED), "pass 'reduce_gradients' needs gradients of one replica"),
+        (twice("chunk_loss"), "pass 'chunk_loss' needs a loss of all tokens at once; .*chunk_loss has run"),
         (twice("global_to_local"), "pass 'global_to_local' needs global shapes.*global_to_local has run"),
     ],
 )
 def test_a_pass_that_is_missing_or_runs_twice(ladder, message):
     with pytest.raises(VerifyError, match=message):
-        lower(mlp().graph, "dp2.tp2+zero1", passes=ladder)
+        lower(llama().graph, "dp2.tp2+zero1+chunks(2)", passes=ladder)
 
 
 def test_uneven_dims_need_their_padding_masked():

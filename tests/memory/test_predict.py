@@ -31,6 +31,8 @@ CASES = [
     ("llama", 256, "float32", SIZES, "cp2", 1),
     ("llama", 256, "bfloat16", SIZES, "dp1", 1),
     ("llama", 256, "bfloat16", SIZES, "tp2+remat", 1),
+    ("llama", 256, "float32", SIZES | {"vocab": "4096"}, "dp1+chunks(8)", 2),
+    ("llama", 256, "bfloat16", SIZES | {"vocab": "4096"}, "tp2+sp+chunks(4)", 1),
     ("gpt", 256, "float32", {}, "dp1+remat", 1),
     ("gpt", 256, "float32", {}, "tp2", 2),
     ("vit", 16, "float32", {}, "tp2+remat", 2),
@@ -40,7 +42,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("spec", "tokens", "dtype", "options", "strategy", "micro_batches"),
-    thinned(CASES, [CASES[i] for i in (0, 2, 3, 4, 7, 10)]),
+    thinned(CASES, [CASES[i] for i in (0, 2, 3, 4, 7, 8, 12)]),
 )
 def test_peak(spec, tokens, dtype, options, strategy, micro_batches):
     """Within a tenth of a run's peak."""
