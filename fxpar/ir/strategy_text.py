@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ MOST_RANKS = 2**20  # more are a slip of the finger
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
 FLAGS = ("sp", "zero1", "zero2", "zero3", "remat", "chunks", *SCHEDULES, "cut", "role")
 MOST_CHUNKS = 64  # each is a copy of the loss in the graph
+RULE_FLAGS = ("sp", "zero0", "zero1", "zero2", "zero3", "remat", "chunks")
 _AXIS = re.compile(r"([a-z]+)([0-9]{1,9})")
 _SCHEDULE = re.compile(r"(gpipe|1f1b|zb_h1|interleaved_1f1b)(?:\((\d+)\))?")
 _CHUNKS = re.compile(r"chunks(?:\((.*)\))?", re.DOTALL)
@@ -79,7 +81,7 @@ def parse_rules(text: str, inside: str) -> tuple[ModuleRule, ...]:
 
 def _parse_rule(text: str, part: str, glob: str, axes: Axes, flags: list[str]) -> ModuleRule:
     zero = [int(flag[-1]) for flag in flags if re.fullmatch("zero[0-3]", flag)]
-    found = parse_flags(text, [flag for flag in flags if not re.fullmatch("zero[0-3]", flag)])
+    found = parse_flags(text, [flag for flag in flags if not re.fullmatch("zero[0-3]", flag)], RULE_FLAGS)
     if len(zero) > 1:
         raise StrategySyntaxError(text, part, "one ZeRO level at a time")
     if any(_SCHEDULE.fullmatch(flag) or _CUT.fullmatch(flag) or _ROLES.fullmatch(flag) for flag in flags):
@@ -116,8 +118,8 @@ def parse_axes(text: str, axis_text: str) -> Axes:
     return tuple(axes)
 
 
-def parse_flags(text: str, flags: list[str]) -> dict[str, Any]:
-    """The fields of a strategy that flags say."""
+def parse_flags(text: str, flags: list[str], known: Sequence[str] = FLAGS) -> dict[str, Any]:
+    """The fields of a strategy that flags say; `known` are those that an error lists."""
     zero, sp = 0, False
     remats: list[Remat | None] = []
     chunks: list[int] = []
@@ -146,9 +148,9 @@ def parse_flags(text: str, flags: list[str]) -> dict[str, Any]:
         elif match := _ROLES.fullmatch(flag):
             roles.append(tuple(_parse_role(text, flag, word.strip()) for word in match[1].split("|")))
         elif not flag:
-            raise StrategySyntaxError(text, "+", f"there is no flag behind a '+'. Flags are {', '.join(FLAGS)}")
+            raise StrategySyntaxError(text, "+", f"there is no flag behind a '+'. Flags are {', '.join(known)}")
         else:
-            why = f"unknown flag {flag!r}{nearest(flag, FLAGS) or '.'} Flags are {', '.join(FLAGS)}"
+            why = f"unknown flag {flag!r}{nearest(flag, known) or '.'} Flags are {', '.join(known)}"
             raise StrategySyntaxError(text, flag, why)
     given_once = {"a schedule": schedules, "flag 'chunks'": chunks, "flag 'cut'": cuts, "flag 'role'": roles}
     for name, given in given_once.items():
