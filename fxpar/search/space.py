@@ -59,7 +59,8 @@ def placed_alike(strategy: Strategy) -> Strategy:
     schedule of one stage per rank does not.
     """
     pipeline = strategy.pipeline if strategy.pipeline.virtual > 1 else replace(strategy.pipeline, schedule="1f1b")
-    return replace(strategy, remat=None, pipeline=pipeline)
+    rules = tuple(replace(rule, remat=None) for rule in strategy.rules if rule.axes or rule.zero is not None)
+    return replace(strategy, remat=None, pipeline=pipeline, rules=rules)
 
 
 def rescheduled(strategy: Strategy) -> Strategy | None:
