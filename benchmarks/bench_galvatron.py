@@ -1,4 +1,4 @@
-"""Galvatron's own case, from the profile that it ships and by its formulas: seconds of the plan found, and of finding it.
+"""Galvatron's own case, from the profile that it ships and by its formulas: the best plan, and the time to find it.
 
     OMP_NUM_THREADS=1 python benchmarks/bench_galvatron.py [--tiny] [--json FILE]
 
