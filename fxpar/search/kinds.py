@@ -17,10 +17,12 @@ from fxpar.cost.group import of_strategy, rank_costs
 from fxpar.cost.group_cost import GroupCost
 from fxpar.cost.polynomial import Polynomial
 from fxpar.errors import NotYetError
+from fxpar.ir.fqn import block_of
 from fxpar.ir.module_rules import ModuleRule
-from fxpar.ir.node_meta import fqn_of
+from fxpar.ir.node_meta import fqn_of, is_backward
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
+from fxpar.memory.series import Series
 from fxpar.search.price import Candidate, Depth, Lower, Memory
 from fxpar.search.repeated import FEW, of_few_stages, repeated
 
@@ -89,16 +91,55 @@ def numbered(numbers: Sequence[int]) -> str:
     return words[0] if len(numbers) == 1 else f"{{{','.join(words)}}}"
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """What the ranks of a small model hold: `saved_bytes` for the backward, and the `peaks` beside which all of that is
+    held (first), or that of the layers up to one of a kind.
+    """
+
+    memory: Memory
+    saved_bytes: int
+    peaks: tuple[int, ...]
+
+
 @dataclass
 class KindSamples:
     """Small models: `programs[0]` has one layer of each kind, `programs[k + 1]` one more of kind k."""
 
     programs: tuple[Candidate, ...]
+    layers: str = ""
+    _held: dict[int, list[list[Sampled]]] = field(default_factory=dict)
 
     @cached_property
     def positions(self) -> list[list[Polynomial]]:
         """Seconds by sample and position of the pipeline."""
         return [list(rank_costs(one.programs[0], one.cluster).values()) for one in self.programs]
+
+    def held(self, tokens: int) -> list[list[Sampled]]:
+        """By sample and position of the pipeline."""
+        if tokens not in self._held:
+            self._held[tokens] = [
+                [
+                    Sampled(memory, rank.prediction.body.saved_bytes, self._peaks(rank.series))
+                    for memory, rank in zip(one.at_positions(tokens), one.over_time(program, tokens), strict=True)
+                ]
+                for one in self.programs
+                for program in one.programs
+            ]
+        return self._held[tokens]
+
+    def _peaks(self, series: Series) -> tuple[int, ...]:
+        """Of `programs[0]` without stages: what runs in the backward of a layer runs beside what those before it have
+        saved, and that of the layers behind it is gone.
+        """
+        peaks = [0] * len(self.programs)
+        now = 0
+        for moment in series.moments:
+            number = block_of(fqn_of(moment.node)).removeprefix(f"{self.layers}.") if moment.node else ""
+            if moment.node is not None and is_backward(moment.node) and number.isdigit():
+                now = min(int(number), len(peaks) - 2) + 1
+            peaks[now] = max(peaks[now], moment.total_bytes)
+        return tuple(peaks)
 
 
 @dataclass
@@ -120,12 +161,23 @@ class MixedCandidate(Candidate):
         return of_strategy(found, self.strategy, self.cluster)
 
     def predicted(self, tokens: int) -> Memory:
-        samples = [one._sampled(tokens)[0] for one in self.kinds.programs]
-        found = []
-        for position in zip(*samples, strict=True):
-            columns = zip(*(one.columns for one in position), strict=True)
-            found.append(Memory(*(self._added(column, least=0.0) for column in columns)))
+        found = [self._whole(position) for position in zip(*self.kinds.held(tokens), strict=True)]
         return max(found, key=lambda one: one.peak_bytes)
+
+    def _whole(self, samples: Sequence[Sampled]) -> Memory:
+        columns = zip(*(one.memory.columns for one in samples), strict=True)
+        found = Memory(*(self._added(column) for column in columns))
+        saved = self._more([one.saved_bytes for one in samples])
+        if self.strategy.stages > 1:  # other micro-batches keep what they have saved
+            gradients = self._more([one.memory.gradient_bytes for one in samples])
+            steps = self._more([one.memory.step_bytes for one in samples])
+            grown = sum(max(step, one + other) for step, one, other in zip(steps, saved, gradients, strict=True))
+            return replace(found, step_bytes=samples[0].memory.step_bytes + grown)
+        beside = samples[0].memory.step_bytes - max(samples[0].peaks)  # accumulators
+        first, *in_backward = samples[0].peaks
+        peaks = [first + sum(saved), *(peak + sum(saved[: k + 1]) for k, peak in enumerate(in_backward))]
+        grown = found.gradient_bytes - samples[0].memory.gradient_bytes
+        return replace(found, step_bytes=max(peaks) + beside + grown)
 
     @cached_property
     def reduce_s(self) -> float:
@@ -133,9 +185,13 @@ class MixedCandidate(Candidate):
         first, *others = seconds
         return max(0.0, first + sum((one - first) * count for one, count in zip(others, self.more, strict=True)))
 
-    def _added(self, column: Sequence[int], least: float) -> int:
+    def _more(self, column: Sequence[int]) -> list[int]:
+        """By kind, what its further layers add; more layers never take less."""
         first, *others = column
-        return round(first + sum(max(one - first, least) * n for one, n in zip(others, self.more, strict=True)))
+        return [max(one - first, 0) * count for one, count in zip(others, self.more, strict=True)]
+
+    def _added(self, column: Sequence[int]) -> int:
+        return column[0] + sum(self._more(column))
 
 
 @dataclass
@@ -160,7 +216,7 @@ class KindsOfModel:
         if key not in self._samples:
             lowered = [(each, self._lowered(one, layers, strategy, each)) for one, each in shallow]
             made = (Candidate(strategy, self.cluster, anchors, (n,), Fraction(0), (one,), flat) for n, one in lowered)
-            self._samples[key] = KindSamples(tuple(made))
+            self._samples[key] = KindSamples(tuple(made), layers.name)
         found = self._samples[key]
         first = found.programs[0].programs[0]
         samples = (layers.count,)

@@ -100,6 +100,8 @@ class KnownModel:
         if self.depth.whole or strategy.stages <= FEW or many <= DEEPEST or few > self.depth.layers:
             return None
         flat = self._candidates.get(without_stages(strategy))
+        if flat is None and strategy.rules:  # proposed as it is
+            flat = self.candidate(without_stages(strategy), lambda _: None)
         layers = None if flat is None else list_of_layers(flat)
         if layers is None:
             return None

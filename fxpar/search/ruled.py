@@ -41,10 +41,10 @@ Point = tuple[tuple[ModuleRule, Priced], ...]
 
 @dataclass(frozen=True)
 class Proposal:
-    """A strategy with rules, and the seconds of its groups as guessed."""
+    """Strategies with rules that take the same programs, and the seconds of the best one's groups as guessed."""
 
     seconds: float
-    strategy: Strategy
+    strategies: tuple[Strategy, ...]
 
 
 @dataclass
@@ -117,20 +117,20 @@ class RuleSearch:
 
     def _decided(self, group: _Group, proposals: list[Proposal], best: PricedSet) -> tuple[Chosen, PricedSet]:
         """With the best proposal that, lowered, makes the set faster."""
-        chosen = group.chosen
+        chosen, must_s = group.chosen, (1 - WORTH) * best.predicted_s
         for proposal in sorted(proposals, key=lambda p: p.seconds)[:TRIED]:
-            one = self.known.candidate(proposal.strategy, self.said)
-            if one is None:
-                continue
             self.lowered += 1
-            tried = group.with_(one)
-            # As it is guessed first: what it holds takes longer to find than what it takes.
-            for settle in (False, True):
-                priced = self.pricer.price(tried, settle)
-                if priced is None or priced.predicted_s >= (1 - WORTH) * best.predicted_s:
-                    break
-            else:
-                chosen, best = tried, priced
+            found = [one for text in proposal.strategies if (one := self.known.candidate(text, self.said)) is not None]
+            seconds = {one.name: group.seconds(one) for one in found}
+            for one in sorted(found, key=lambda one: seconds[one.name])[:TRIED]:
+                tried = group.with_(one)
+                # As it is guessed first: what it holds takes longer to find than what it takes.
+                for settle in (False, True):
+                    priced = self.pricer.price(tried, settle)
+                    if priced is None or priced.predicted_s >= min(must_s, best.predicted_s):
+                        break
+                else:
+                    chosen, best = tried, priced
         return chosen, best
 
     # ------------------------------------------------------------------------------------------------------- runs
@@ -147,9 +147,12 @@ class RuleSearch:
             each, left = divmod(layers.count, shape.stages)
             for less, more in itertools.combinations(alike, 2):
                 if not left and group.at_best(less) < now_s:
-                    found = _best_count(group, less, more, each)
-                    if found[0] < (1 - WORTH) * now_s:
-                        yield Proposal(found[0], with_run(less.strategy, more.strategy, layers, found[1]))
+                    seconds = min((group.seconds(one) for one in _blends(less, more, each)), default=np.inf)
+                    if seconds < (1 - WORTH) * now_s:
+                        counts = range(1, each)
+                        yield Proposal(
+                            seconds, tuple(with_run(less.strategy, more.strategy, layers, count) for count in counts)
+                        )
 
     # ------------------------------------------------------------------------------------------------------ roles
     def _roles(self, group: _Group, one: Priced) -> Iterator[Proposal]:
@@ -170,7 +173,7 @@ class RuleSearch:
             seconds = group.seconds(guess)
             if seconds < (1 - WORTH) * now_s:
                 rules = (*(rule for rule, _ in point), *one.strategy.rules)
-                yield Proposal(seconds, replace(base, rules=rules))
+                yield Proposal(seconds, (replace(base, rules=rules),))
 
     def _front(self, group: _Group, base: Strategy, alone: Priced, layouts: Sequence[Axes]) -> list[Point]:
         """Rules for some positions, with what each takes alone; none is beaten in memory, seconds and sync at once."""
@@ -211,10 +214,10 @@ class RuleSearch:
         return StagedGuess(strategy, self.pricer.cluster, self.known.anchors, flat)
 
 
-def _best_count(group: _Group, less: Priced, more: Priced, each: int) -> tuple[float, int]:
-    """Seconds, and how many of `each` layers are as under `more`; infinite where nothing fits."""
-    blends = (Blend(less.strategy, less.cluster, less.anchors, less, more, count / each) for count in range(1, each))
-    return min(((group.seconds(one), count) for count, one in enumerate(blends, 1)), default=(np.inf, 0))
+def _blends(less: Priced, more: Priced, each: int) -> Iterator[Priced]:
+    """With 1, 2 ... of `each` layers as under `more`."""
+    for count in range(1, each):
+        yield Blend(less.strategy, less.cluster, less.anchors, less, more, count / each)
 
 
 def _taken(one: Priced, tokens: int) -> np.ndarray:

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from fxpar.cost.cluster import usual_cluster
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.device import CPU
 from fxpar.ir.strategy import Strategy
 from fxpar.search.blends import Blend, Changed
-from fxpar.search.driver import Problem, _Search, find_plan_of
+from fxpar.search.driver import Found, Problem, _Search, find_plan_of
 from fxpar.search.known import KnownModel
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.positions import with_run
@@ -19,7 +20,7 @@ from fxpar.search.price import Depth
 from tests.search.shallow import shallow
 
 LAYERS, LONGEST = 5, 512
-CLUSTER = usual_cluster(4)
+CLUSTER = ClusterSpec(1, 4, intra_gb_per_s=0.5, inter_gb_per_s=0.5, latency_us=100.0, device=CPU)
 ANCHORS = (256, 4096)
 
 
@@ -56,15 +57,30 @@ def problem(memory_bytes: int, *names: str) -> Problem:
     )
 
 
+@functools.cache
+def found() -> Found:
+    """Where all layers fit only if they recompute."""
+    return find_plan_of(problem(between(0.8), "dp4"), known())
+
+
+def test_a_run_of_layers_wins():
+    plan = found().plans[0]
+    assert "[layers." in plan.strategies[0]
+    assert found().best_static == plan
+    assert max(plan.memory_bytes.values()) <= between(0.8)
+    assert plan.predicted_s < 0.95 * found().uniform_s
+    assert found().won == pytest.approx(1 - plan.predicted_s / found().uniform_s)
+    assert found().lower_bound_s <= found().uniform_s
+    assert found().ruled > 0
+
+
+@pytest.mark.nightly
 def test_no_number_of_layers_is_better():
-    """Where all layers fit only if they recompute: all numbers of each kind, planned as sets are."""
-    given = problem(between(0.5), "dp4")
-    found = find_plan_of(given, known())
-    plan = found.plans[0]
-    search = _Search(given, known(), lambda _: None)
+    """All numbers of each kind, planned as sets are."""
+    plan, layers = found().plans[0], known().layers
+    search = _Search(problem(between(0.8), "dp4"), known(), lambda _: None)
     search.lower_all()
     search.pricer.optimizer_s = plan.optimizer_s
-    layers = known().layers
     assert layers is not None
     every = []
     levels = [one.strategy for one in search.candidates if one.strategy.zero == 0]
@@ -74,31 +90,25 @@ def test_no_number_of_layers_is_better():
             every.append(search.pricer.price([(LONGEST, one)], settle=True))
     best = min(one.predicted_s for one in every if one is not None)
     assert plan.predicted_s == pytest.approx(best, rel=1e-9)
-    assert plan.predicted_s < found.uniform_s
-    assert found.lower_bound_s <= found.uniform_s
-    assert found.won == pytest.approx(1 - plan.predicted_s / found.uniform_s)
-    assert max(plan.memory_bytes.values()) <= between(0.5)
-    assert "[layers." in plan.strategies[0]
-    assert found.best_static is not None
 
 
 def test_without_rules_nothing_has_them():
-    found = find_plan_of(replace(problem(between(0.5), "dp4"), rules=False), known())
-    assert "[" not in found.plans[0].strategies[0]
-    assert (found.plans[0].predicted_s, found.won, found.ruled) == (found.uniform_s, 0.0, 0)
+    one = find_plan_of(replace(problem(between(0.8), "dp4"), rules=False), known())
+    assert "[" not in one.plans[0].strategies[0]
+    assert (one.plans[0].predicted_s, one.won, one.ruled) == (one.uniform_s, 0.0, 0)
 
 
 def test_where_all_fits_no_rule_is_better():
     """`dp4` sends nothing and recomputes nothing."""
-    found = find_plan_of(problem(10**11, "dp4"), known())
-    assert (found.plans[0].strategies, found.plans[0].predicted_s) == (("dp4",), found.uniform_s)
-    assert found.ruled == 0
+    one = find_plan_of(problem(10**11, "dp4"), known())
+    assert (one.plans[0].strategies, one.plans[0].predicted_s) == (("dp4",), one.uniform_s)
+    assert one.ruled == 0
 
 
 @pytest.mark.parametrize("names", [("*.attention", "*.ffn")])
 def test_two_changes_take_what_each_takes(names):
     """The guess at two rules at once, against the program that has both."""
-    first, second = (f"{name}: {roles}" for name, roles in zip(names, ("cp4", "cp2.tp2+sp"), strict=True))
+    first, second = (f"{name}: {roles}" for name, roles in zip(names, ("cp2.tp2+sp", "cp4"), strict=True))
     alone, both = priced("tp4+sp"), priced(f"tp4+sp[{first}; {second}]")
     guess = Changed(
         both.strategy, CLUSTER, alone.anchors, alone, (priced(f"tp4+sp[{first}]"), priced(f"tp4+sp[{second}]"))
