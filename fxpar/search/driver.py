@@ -6,7 +6,8 @@ savings      what saves memory (remat, ZeRO-3) is lowered for the lengths that a
 sets         dynamic programming over the limits of groups; the best guesses are planned on sample mini-batches
              with their switches and reductions, until no other set can be faster
 schedules    pipelines of the best sets are tried under zb_h1, which waits less and keeps more
-bound        each mini-batch cut at its own best limits, without borders and rests: no set can take less
+rules        the best set and the best single strategy are tried with rules per module, see `fxpar.search.ruled`
+bound        each mini-batch cut at its own best limits, without borders and rests: no set without rules takes less
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
 from fxpar.search.known import KnownModel, Said
 from fxpar.search.lengths import length_edges
 from fxpar.search.price import Depth, Lower, Priced, optimizer_s
-from fxpar.search.pricing import PricedSet, SetPricer
+from fxpar.search.pricing import PricedSet, SetPricer, moved_tokens
 from fxpar.search.ruled import Chosen, RuleSearch
 from fxpar.search.sets import DIFFERENT, Groups, RankedSet, ranked_sets
 from fxpar.search.space import FASTER_SCHEDULE, SAVINGS, rescheduled, with_savings, without_stages
@@ -70,9 +71,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Found:
-    """The best sets, best first; the best single strategy; the bound in seconds that no set without rules can undercut,
-    and the best of these; what was looked at. `refused` are strategies that the model cannot be lowered to, with the
-    reason.
+    """The best sets, best first; the best single strategy; the seconds that no set without rules can undercut, and the
+    best of these; what was looked at. `refused` are strategies that the model cannot be lowered to, and why.
     """
 
     plans: tuple[PricedSet, ...]
@@ -268,7 +268,9 @@ class _Search:
             if not any([self._disappoints(one, plan) for one, plan in zip(groups, best, strict=True)]):
                 break
         found, *kept = [self._refined(one, rules=number < 2) for number, one in enumerate(groups)]
-        return sorted(kept, key=_seconds), found
+        kept.sort(key=_seconds)
+        better = found.predicted_s < kept[0].predicted_s  # by rules
+        return self._different([found, *kept])[: self.problem.keep] if better else kept, found
 
     def _refined(self, groups: Groups, rules: bool) -> PricedSet:
         """A settled set, under a faster schedule and with rules where that takes less time."""
@@ -370,7 +372,7 @@ class _Search:
         """Without sets that run nearly all tokens as a better one does."""
         kept: list[PricedSet] = []
         for plan in plans:
-            if all(_moved(plan, other) > DIFFERENT * self.pricer.mean_tokens for other in kept):
+            if all(moved_tokens(plan, other) > DIFFERENT * self.pricer.mean_tokens for other in kept):
                 kept.append(plan)
         return kept
 
@@ -384,17 +386,3 @@ class _Search:
 
 def _seconds(plan: PricedSet) -> float:
     return plan.predicted_s
-
-
-def _moved(plan: PricedSet, other: PricedSet) -> float:
-    """Tokens of a mean mini-batch that the two sets run under different strategies."""
-    mine, theirs = _tokens(plan), _tokens(other)
-    names = mine.keys() | theirs.keys()
-    return sum(abs(mine.get(name, 0.0) - theirs.get(name, 0.0)) for name in names) / 2
-
-
-def _tokens(plan: PricedSet) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for group in plan.groups:
-        found[group.strategy] = found.get(group.strategy, 0.0) + group.tokens
-    return found
