@@ -54,7 +54,7 @@ class KnownModel:
 
     def _lowered(self, strategy: Strategy) -> Candidate | None:
         try:
-            one = self._mixed(strategy) or self._repeated(strategy)
+            one = self.mixed(strategy) or self._repeated(strategy)
             one = one or candidate(self.lower, strategy, self.cluster, self.depth, self.anchors)
         except FxparError as error:
             self.refused[str(strategy)] = str(error)
@@ -79,8 +79,10 @@ class KnownModel:
             self._found_layers = Layers.of(list_of_layers(flat) or "", self.depth.layers, modules_in(flat.programs[1]))
         return self._found_layers
 
-    def _mixed(self, strategy: Strategy) -> Candidate | None:
-        """A strategy whose rules tell the layers of a deep model apart; None for another one."""
+    def mixed(self, strategy: Strategy) -> Candidate | None:
+        """A strategy whose rules tell the layers of a deep model apart; None for another one. Raises NotYetError for
+        one that small models cannot stand for, and what `fxpar.lower` raises.
+        """
         if not strategy.rules or len(self.depth.samples(strategy.stages)) == 1:
             return None
         self.candidate(replace(without_stages(strategy), rules=(), remat=None, zero=0), lambda _: None)

@@ -93,7 +93,6 @@ def role_layouts(ranks: int, per_node: int) -> list[Axes]:
             axes + (((name, degree),) if degree > 1 else ())
             for axes, rest in left
             for degree in range(1, (min(rest, per_node) if inside_node else rest) + 1)
-            if rest % degree == 0
         ]
     return [axes for axes in found if math.prod(degree for _, degree in axes) == ranks]
 

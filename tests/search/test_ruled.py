@@ -17,6 +17,8 @@ from fxpar.search.known import KnownModel
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.positions import with_run
 from fxpar.search.price import Depth
+from fxpar.search.pricing import SetPricer
+from fxpar.search.simulate import Named, simulate
 from tests.search.shallow import shallow
 
 LAYERS, LONGEST = 5, 512
@@ -72,6 +74,14 @@ def test_a_run_of_layers_wins():
     assert found().won == pytest.approx(1 - plan.predicted_s / found().uniform_s)
     assert found().lower_bound_s <= found().uniform_s
     assert found().ruled > 0
+
+
+def test_it_is_simulated_as_it_was_found():
+    """A set that a user names, with rules that the shallow models have no layers for."""
+    given, model, plan = problem(between(0.8), "dp4"), shallow("llama", LAYERS), found().plans[0]
+    pricer = SetPricer(CLUSTER, given.depth, model.outlines, given.batches, given.memory_bytes)
+    one = simulate([Named.parse(plan.strategies[0])], LONGEST, model.lower, pricer)
+    assert one.plan.predicted_s == pytest.approx(plan.predicted_s, rel=1e-9)
 
 
 @pytest.mark.nightly
