@@ -71,9 +71,14 @@ class Changed(Priced):
 
 def _summed(base: GroupCost, more: Sequence[tuple[GroupCost, GroupCost, float]]) -> GroupCost:
     """`base` with so many times the difference of two others, each."""
-    names = ("fixed_s", "per_token_s", "per_square_s")
-    parts = {
-        name: getattr(base, name) + sum((getattr(a, name) - getattr(b, name)) * times for a, b, times in more)
-        for name in names
-    }
-    return replace(base, **{name: max(0.0, seconds) for name, seconds in parts.items()})
+
+    def added(name: str) -> float:
+        found = getattr(base, name) + sum((getattr(a, name) - getattr(b, name)) * times for a, b, times in more)
+        return max(0.0, found)
+
+    return replace(
+        base,
+        fixed_s=added("fixed_s"),
+        per_token_s=added("per_token_s"),
+        per_square_s=added("per_square_s"),
+    )

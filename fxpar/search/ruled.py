@@ -168,7 +168,9 @@ class RuleSearch:
         now_s = group.seconds(now)
         base = with_layout(plain, single_axis(inside))
         alone = self._alone(base)
-        for point in self._front(group, base, alone, layouts) if alone is not None else ():
+        if alone is None:
+            return
+        for point in self._front(group, base, alone, layouts):
             guess = Changed(base, alone.cluster, alone.anchors, alone, tuple(priced for _, priced in point))
             seconds = group.seconds(guess)
             if seconds < (1 - WORTH) * now_s:
