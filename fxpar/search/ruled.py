@@ -32,6 +32,7 @@ from fxpar.search.space import layout_of_ranks, layout_rule, role_layouts, singl
 from fxpar.search.staged import StagedGuess
 
 TRIED = 3  # proposals that are lowered for a strategy, of either kind
+NEAR = 2  # numbers of layers that are looked at on either side of the best guess
 SMALL = 0.05  # of a model's seconds and of its weights: a position with less is left as it is; of a set's seconds
 WORTH = 0.002  # of a group's seconds: what rules must promise to be lowered, and of a set's what they must win
 ZERO = 3  # the level that a position may have beside that of the strategy
@@ -147,12 +148,12 @@ class RuleSearch:
             each, left = divmod(layers.count, shape.stages)
             for less, more in itertools.combinations(alike, 2):
                 if not left and group.at_best(less) < now_s:
-                    seconds = min((group.seconds(one) for one in _blends(less, more, each)), default=np.inf)
-                    if seconds < (1 - WORTH) * now_s:
-                        counts = range(1, each)
-                        yield Proposal(
-                            seconds, tuple(with_run(less.strategy, more.strategy, layers, count) for count in counts)
-                        )
+                    guesses = [group.seconds(one) for one in _blends(less, more, each)]
+                    best = int(np.argmin(guesses)) if guesses else 0
+                    if guesses and guesses[best] < (1 - WORTH) * now_s:
+                        counts = range(1, each)[max(0, best - NEAR) : best + NEAR + 1]
+                        texts = (with_run(less.strategy, more.strategy, layers, count) for count in counts)
+                        yield Proposal(guesses[best], tuple(texts))
 
     # ------------------------------------------------------------------------------------------------------ roles
     def _roles(self, group: _Group, one: Priced) -> Iterator[Proposal]:
