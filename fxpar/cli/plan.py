@@ -114,7 +114,7 @@ def _problem(
         max_strategies=request.max_strategies,
         overlap=request.overlap or (request.verify is not None and kind_here(cluster.world) == "cpu"),
         keep=max(request.best, request.verify or 0),
-        rules=not request.no_rules,
+        rules=request.rules,
     )
 
 
