@@ -25,6 +25,7 @@ from fxpar.search.driver import Found, Problem
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.plan_file import Plan
 from fxpar.search.pricing import PricedSet
+from fxpar.search.ruled import WORTH
 from fxpar.search.verify import VerifiedPlan, order_of
 
 BAR = 24  # columns of the longest bar
@@ -113,6 +114,7 @@ def _problem(
         max_strategies=request.max_strategies,
         overlap=request.overlap or (request.verify is not None and kind_here(cluster.world) == "cpu"),
         keep=max(request.best, request.verify or 0),
+        rules=request.rules,
     )
 
 
@@ -163,6 +165,7 @@ def document(found: Found, tokens_per_step: int) -> dict[str, Any]:
         "plans": [set_json(plan) | {"lower_bound_s": found.lower_bound_s} for plan in found.plans],
         "best_static": {"strategy": found.best_static.strategies[0], "predicted_s": found.best_static.predicted_s},
         "speedup": found.speedup,
+        "without_rules_s": found.uniform_s,
         "search_cpu_s": found.search_cpu_s,
         "evaluated": found.evaluated,
         "pruned": found.pruned,
@@ -194,11 +197,24 @@ def _show(console: Console, request: PlanRequest, taken: RatedSize) -> None:
     console.print(
         f"\nbest single strategy: {static.strategies[0]}, {human_seconds(static.predicted_s)}{gain}", markup=False
     )
+    without = " without rules" if problem.rules else ""
+    if problem.rules:
+        console.print(_won(found), markup=False)
     console.print(
-        f"no set takes less than {human_seconds(found.lower_bound_s)} (gap {found.gap:.1%}); {found.evaluated} "
-        f"strategies priced, {found.pruned} pruned, {len(found.refused)} refused, {found.planned_sets} sets planned in "
-        f"{found.search_cpu_s:.1f} CPU s",
+        f"no set{without} takes less than {human_seconds(found.lower_bound_s)} (gap {found.gap:.1%}); "
+        f"{found.evaluated} strategies priced, {found.pruned} pruned, {len(found.refused)} refused, "
+        f"{found.planned_sets} sets planned in {found.search_cpu_s:.1f} CPU s",
         markup=False,
+    )
+
+
+def _won(found: Found) -> str:
+    """What rules per module win."""
+    if found.won < WORTH:
+        return f"rules per module: {found.ruled} tried, none wins {WORTH:.1%}"
+    return (
+        f"rules per module: {found.ruled} tried; plan 1 takes {found.won:.1%} less than the best set without, "
+        f"{human_seconds(found.uniform_s)}"
     )
 
 

@@ -42,6 +42,9 @@ class PlanRequest:
     memory: DeviceMemory = None
     best: Annotated[int, typer.Option(min=1, max=16, help="Different plans to show, best first.")] = 3
     overlap: Overlap = False
+    rules: Annotated[bool, typer.Option("--rules", help="Search rules per module too; takes 2 to 3 times as long.")] = (
+        False
+    )
     samples: Annotated[int, typer.Option(min=1, max=1000, help="Mini-batches that plans are priced with.")] = 8
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Seed by which mini-batches are drawn from the lengths.")

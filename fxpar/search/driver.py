@@ -6,7 +6,8 @@ savings      what saves memory (remat, ZeRO-3) is lowered for the lengths that a
 sets         dynamic programming over the limits of groups; the best guesses are planned on sample mini-batches
              with their switches and reductions, until no other set can be faster
 schedules    pipelines of the best sets are tried under zb_h1, which waits less and keeps more
-bound        each mini-batch cut at its own best limits, without borders and rests: no set can take less
+rules        the best set and the best single strategy are tried with rules per module, see `fxpar.search.ruled`
+bound        each mini-batch cut at its own best limits, without borders and rests: no set without rules takes less
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -25,7 +27,8 @@ from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
 from fxpar.search.known import KnownModel, Said
 from fxpar.search.lengths import length_edges
 from fxpar.search.price import Depth, Lower, Priced, optimizer_s
-from fxpar.search.pricing import PricedSet, SetPricer
+from fxpar.search.pricing import PricedSet, SetPricer, moved_tokens
+from fxpar.search.ruled import Chosen, RuleSearch
 from fxpar.search.sets import DIFFERENT, Groups, RankedSet, ranked_sets
 from fxpar.search.space import FASTER_SCHEDULE, SAVINGS, rescheduled, with_savings, without_stages
 from fxpar.search.staged import StagedGuess
@@ -49,6 +52,7 @@ class Problem:
     packed: bool = True
     overlap: bool = False
     keep: int = 3
+    rules: bool = False
 
     @property
     def anchors(self) -> tuple[int, int]:
@@ -67,18 +71,25 @@ class Problem:
 
 @dataclass(frozen=True)
 class Found:
-    """The best sets, best first; the best single strategy; the bound in seconds that no set can undercut; what was
-    looked at. `refused` are strategies that the model cannot be lowered to, with the reason.
+    """The best sets, best first; the best single strategy; the seconds that no set without rules can undercut, and the
+    best of these; what was looked at. `refused` are strategies that the model cannot be lowered to, and why.
     """
 
     plans: tuple[PricedSet, ...]
     best_static: PricedSet
     lower_bound_s: float
+    uniform_s: float
     evaluated: int
     pruned: int
     planned_sets: int
     refused: dict[str, str]
     search_cpu_s: float
+    ruled: int = 0  # strategies with rules that were lowered for a set
+
+    @property
+    def won(self) -> float:
+        """By which share of its time rules make the best set without them faster."""
+        return 1.0 - self.plans[0].predicted_s / self.uniform_s
 
     @property
     def speedup(self) -> float:
@@ -87,8 +98,8 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """By which share of its time the best set may be longer than the best there is."""
-        return 1.0 - self.lower_bound_s / self.plans[0].predicted_s
+        """By which share of its time the best set without rules may be longer than the best there is."""
+        return 1.0 - self.lower_bound_s / self.uniform_s
 
 
 def find_plan(problem: Problem, lower: Lower, outlines: Outlines, said: Said = lambda _: None) -> Found:
@@ -118,6 +129,7 @@ class _Search:
     priced: dict[Groups, PricedSet | None] = field(default_factory=dict)
     settled: dict[Groups, PricedSet] = field(default_factory=dict)
     used: dict[Groups, Groups] = field(default_factory=dict)  # of sets with groups that no mini-batch has
+    uniform_s: float = np.inf  # of the best set without rules
 
     def __post_init__(self) -> None:
         problem = self.problem
@@ -195,12 +207,14 @@ class _Search:
         return Found(
             plans=tuple(plans),
             best_static=static,
-            lower_bound_s=min(bound + self.pricer.optimizer_s, plans[0].predicted_s),
+            lower_bound_s=min(bound + self.pricer.optimizer_s, self.uniform_s),
+            uniform_s=self.uniform_s,
             evaluated=len(self.candidates),
             pruned=self.pruned,
             planned_sets=sum(one is not None for one in self.priced.values()),
             refused=dict(self.known.refused),
             search_cpu_s=time.process_time() - begun,
+            ruled=self.rules.lowered,
         )
 
     def _best(self, ranked: Iterable[RankedSet], keep: int) -> list[PricedSet]:
@@ -253,12 +267,27 @@ class _Search:
             groups = [self._groups_of(plan) for plan in best]
             if not any([self._disappoints(one, plan) for one, plan in zip(groups, best, strict=True)]):
                 break
-        found, *kept = [self._rescheduled(one) for one in groups]
-        return sorted(kept, key=_seconds), found
+        found, *kept = [self._refined(one, rules=number < 2) for number, one in enumerate(groups)]
+        kept.sort(key=_seconds)
+        better = found.predicted_s < kept[0].predicted_s  # by rules
+        return self._different([found, *kept])[: self.problem.keep] if better else kept, found
 
-    def _rescheduled(self, groups: Groups) -> PricedSet:
+    def _refined(self, groups: Groups, rules: bool) -> PricedSet:
+        """A settled set, under a faster schedule and with rules where that takes less time."""
+        settled, chosen = self.settled[groups], self._lowered(groups)
+        best = self._rescheduled(chosen, settled)
+        self.uniform_s = min(self.uniform_s, best.predicted_s)
+        if not (rules and self.problem.rules):
+            return best
+        ruled, chosen = self.rules.better(chosen, settled)
+        return min(best, best if ruled is settled else self._rescheduled(chosen, ruled), key=_seconds)
+
+    @cached_property
+    def rules(self) -> RuleSearch:
+        return RuleSearch(self.known, self.pricer, self.candidates, self.said)
+
+    def _rescheduled(self, chosen: Chosen, best: PricedSet) -> PricedSet:
         """A settled set, with pipelines under FASTER_SCHEDULE where that takes less time with the memory it needs."""
-        best, chosen = self.settled[groups], self._lowered(groups)
         for strategy in dict.fromkeys(one.strategy for _, one in chosen):
             other = rescheduled(strategy)
             faster = None if other is None else self.known.candidate(other, self.said)
@@ -343,7 +372,7 @@ class _Search:
         """Without sets that run nearly all tokens as a better one does."""
         kept: list[PricedSet] = []
         for plan in plans:
-            if all(_moved(plan, other) > DIFFERENT * self.pricer.mean_tokens for other in kept):
+            if all(moved_tokens(plan, other) > DIFFERENT * self.pricer.mean_tokens for other in kept):
                 kept.append(plan)
         return kept
 
@@ -357,17 +386,3 @@ class _Search:
 
 def _seconds(plan: PricedSet) -> float:
     return plan.predicted_s
-
-
-def _moved(plan: PricedSet, other: PricedSet) -> float:
-    """Tokens of a mean mini-batch that the two sets run under different strategies."""
-    mine, theirs = _tokens(plan), _tokens(other)
-    names = mine.keys() | theirs.keys()
-    return sum(abs(mine.get(name, 0.0) - theirs.get(name, 0.0)) for name in names) / 2
-
-
-def _tokens(plan: PricedSet) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for group in plan.groups:
-        found[group.strategy] = found.get(group.strategy, 0.0) + group.tokens
-    return found

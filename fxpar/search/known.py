@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -11,10 +11,11 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import FxparError
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.strategy import Strategy
+from fxpar.search.kinds import KindsOfModel, Layers, modules_in
 from fxpar.search.layouts import list_of_layers
 from fxpar.search.price import DEEPEST, Candidate, Depth, Lower, anchors_of, candidate
 from fxpar.search.repeated import FEW, of_few_stages, repeated
-from fxpar.search.space import without_stages
+from fxpar.search.space import placed_alike, without_stages
 from fxpar.search.switching import ModelSwitches, Outlines
 
 Said = Callable[[str], object]
@@ -34,6 +35,7 @@ class KnownModel:
     anchors: tuple[int, ...]
     refused: dict[str, str] = field(default_factory=dict)
     _candidates: dict[Strategy, Candidate | None] = field(default_factory=dict)
+    _found_layers: Layers | None = None
 
     @cached_property
     def switches(self) -> ModelSwitches:
@@ -52,7 +54,8 @@ class KnownModel:
 
     def _lowered(self, strategy: Strategy) -> Candidate | None:
         try:
-            one = self._repeated(strategy) or candidate(self.lower, strategy, self.cluster, self.depth, self.anchors)
+            one = self.mixed(strategy) or self._repeated(strategy)
+            one = one or candidate(self.lower, strategy, self.cluster, self.depth, self.anchors)
         except FxparError as error:
             self.refused[str(strategy)] = str(error)
             return None
@@ -60,6 +63,35 @@ class KnownModel:
             self.refused[one.name] = f"it takes only lengths that are multiples of {one.multiple}"
             return None
         return one
+
+    @cached_property
+    def _kinds(self) -> KindsOfModel:
+        return KindsOfModel(self.lower, self.cluster, self.depth)
+
+    @property
+    def layers(self) -> Layers | None:
+        """The layers of a deep model; None if it is lowered with all of them, or they are in no list."""
+        one = next((one for one in self._candidates.values() if one and list_of_layers(one.flat or one)), None)
+        if self.depth.whole or one is None:
+            return None
+        flat = one.flat or one
+        if self._found_layers is None:
+            self._found_layers = Layers.of(list_of_layers(flat) or "", self.depth.layers, modules_in(flat.programs[1]))
+        return self._found_layers
+
+    def mixed(self, strategy: Strategy) -> Candidate | None:
+        """A strategy whose rules tell the layers of a deep model apart; None for another one. Raises NotYetError for
+        one that small models cannot stand for, and what `fxpar.lower` raises.
+        """
+        if not strategy.rules or len(self.depth.samples(strategy.stages)) == 1:
+            return None
+        self.candidate(replace(without_stages(strategy), rules=(), remat=None, zero=0), lambda _: None)
+        layers = self.layers
+        if layers is None or len(set(layers.kinds(strategy.rules))) == 1:
+            return None
+        alike = without_stages(placed_alike(strategy))
+        flat = self.candidate(alike, lambda _: None) if alike != strategy else None
+        return self._kinds.candidate(strategy, layers, flat, self.anchors)
 
     def _repeated(self, strategy: Strategy) -> Candidate | None:
         """A pipeline for which more than DEEPEST layers would have to be captured, from one of few stages; None for
@@ -70,6 +102,8 @@ class KnownModel:
         if self.depth.whole or strategy.stages <= FEW or many <= DEEPEST or few > self.depth.layers:
             return None
         flat = self._candidates.get(without_stages(strategy))
+        if flat is None and strategy.rules:  # proposed as it is
+            flat = self.candidate(without_stages(strategy), lambda _: None)
         layers = None if flat is None else list_of_layers(flat)
         if layers is None:
             return None

@@ -25,7 +25,7 @@ from fxpar.cost.group_cost import GroupCost
 from fxpar.cost.polynomial import Polynomial
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.memory import memory_over_time, steady_micro_batches
+from fxpar.memory import MemoryPrediction, RankMemory, memory_over_time, steady_micro_batches
 from fxpar.passes.share_weights import ALIGN_BYTES
 from fxpar.schedule.mini_batch import Pace
 from fxpar.store.home import ParamSpec, home_layout
@@ -261,6 +261,10 @@ class Candidate(Priced):
             found.append(Memory(*(round(extrapolated(column, steps)) for column in columns)))
         return max(found, key=lambda one: one.peak_bytes)
 
+    def at_positions(self, tokens: int) -> list[Memory]:
+        """Of the first sample, by position of the pipeline."""
+        return self._sampled(tokens)[0]
+
     def _sampled(self, tokens: int) -> list[list[Memory]]:
         """By sample, then by position of the pipeline."""
         if tokens not in self._samples:
@@ -268,23 +272,17 @@ class Candidate(Priced):
         return self._samples[tokens]
 
     def _of_program(self, program: TrainGraph, tokens: int) -> list[Memory]:
+        padding = ALIGN_BYTES * len(program.params())  # in the arena
+        return [memory_of_rank(rank.prediction, padding) for rank in self.over_time(program, tokens)]
+
+    def over_time(self, program: TrainGraph, tokens: int) -> Sequence[RankMemory]:
+        """By position of the pipeline."""
         sizes = {dim.name: tokens for dim in program.dims if dim.name == "T"}
         count = steady_micro_batches(self.strategy)
-        padding = ALIGN_BYTES * len(program.params())  # in the arena
         # Of equal stages the second has most micro-batches under way.
         looked_at = None if self.flat is None else (0, 1, self.strategy.stages - 1)
-        ranks = memory_over_time(program, sizes, micro_batches=count, cluster=self.cluster, positions=looked_at).ranks
-        return [
-            Memory(
-                home_bytes=one.master_bytes + one.home_gradient_bytes,
-                optimizer_bytes=one.optimizer_bytes,
-                weight_bytes=one.weight_bytes + padding,
-                step_bytes=one.step_bytes,
-                gradient_bytes=one.gradient_bytes,
-                staging_bytes=one.staging_bytes + one.sums_bytes,
-            )
-            for one in (rank.prediction for rank in ranks)
-        ]
+        found = memory_over_time(program, sizes, micro_batches=count, cluster=self.cluster, positions=looked_at)
+        return found.ranks
 
     @cached_property
     def reduce_s(self) -> float:
@@ -300,6 +298,18 @@ class Candidate(Priced):
             return 0.0
         terms = tuple(gradient_placements(program).items())
         return _home_s(terms, tuple(param_specs(program)), self.strategy.world, self.cluster)
+
+
+def memory_of_rank(one: MemoryPrediction, padding_bytes: int) -> Memory:
+    """`padding_bytes` are those of the arena that weights lie in."""
+    return Memory(
+        home_bytes=one.master_bytes + one.home_gradient_bytes,
+        optimizer_bytes=one.optimizer_bytes,
+        weight_bytes=one.weight_bytes + padding_bytes,
+        step_bytes=one.step_bytes,
+        gradient_bytes=one.gradient_bytes,
+        staging_bytes=one.staging_bytes + one.sums_bytes,
+    )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -223,3 +223,17 @@ def _beyond(one: Priced, chosen: Sequence[tuple[int, Priced]], overlap: bool) ->
     staging = max(m.staging_bytes for m in found)
     gradients = reserved_gradients([m.gradient_bytes for m in found], overlap)
     return staging + gradients - one.stays.staging_bytes - one.stays.gradient_bytes
+
+
+def moved_tokens(plan: PricedSet, other: PricedSet) -> float:
+    """Tokens of a mean mini-batch that the two sets run under different strategies."""
+    mine, theirs = _tokens(plan), _tokens(other)
+    names = mine.keys() | theirs.keys()
+    return sum(abs(mine.get(name, 0.0) - theirs.get(name, 0.0)) for name in names) / 2
+
+
+def _tokens(plan: PricedSet) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for group in plan.groups:
+        found[group.strategy] = found.get(group.strategy, 0.0) + group.tokens
+    return found

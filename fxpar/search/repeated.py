@@ -22,10 +22,10 @@ from fxpar.ir.strategy import Strategy
 FEW = 3  # stages that are lowered
 
 
-def of_few_stages(strategy: Strategy, layers: str, each: int) -> Strategy:
-    """The same with three stages of `each` layers of the list `layers` (`model.layers`)."""
-    axes = tuple((name, FEW if name == STAGES else degree) for name, degree in strategy.axes)
-    cuts = tuple(f"{layers}.{each * stage}" for stage in range(1, FEW))
+def of_few_stages(strategy: Strategy, layers: str, each: int, stages: int = FEW) -> Strategy:
+    """The same with so many stages, each with `each` layers of the list `layers` (`model.layers`)."""
+    axes = tuple((name, stages if name == STAGES else degree) for name, degree in strategy.axes)
+    cuts = tuple(f"{layers}.{each * stage}" for stage in range(1, stages))
     return replace(strategy, axes=axes, pipeline=replace(strategy.pipeline, cuts=cuts))
 
 

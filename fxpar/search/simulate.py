@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import PlanOptionError, SequenceFitsNowhereError, SetDoesNotFitError
+from fxpar.ir.module_rules import split_outside
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.written import LONGEST
 from fxpar.search.bounds import Intervals, least_seconds
 from fxpar.search.driver import PLANNED
+from fxpar.search.known import KnownModel
 from fxpar.search.lengths import length_edges
 from fxpar.search.price import Candidate, Lower, anchors_of, candidate, optimizer_s
 from fxpar.search.pricing import PricedSet, SetPricer
@@ -27,7 +29,8 @@ class Named:
     @classmethod
     def parse(cls, text: str) -> Named:
         """`dp4` or `dp4:4096`. Raises StrategySyntaxError, PlanOptionError."""
-        name, colon, limit = text.partition(":")
+        name = split_outside(text, ":")[0]
+        colon, limit = text[len(name) : len(name) + 1], text[len(name) + 1 :]
         if colon and not (limit.isascii() and limit.isdigit() and len(limit) < 20 and 1 <= int(limit) <= LONGEST):
             why = f"write a number of tokens from 1 to {LONGEST:,} behind the colon, such as {name}:4096"
             raise PlanOptionError("--set", text, why)
@@ -69,7 +72,10 @@ def simulate(
     """
     named = _checked(named, longest)
     anchors = (min(256, longest), max(pricer.largest, 2 * longest))
-    found = [candidate(lower, one.strategy, inside or pricer.cluster, pricer.depth, anchors) for one in named]
+    cluster = inside or pricer.cluster
+    mixed = KnownModel(lower, pricer.outlines, cluster, pricer.depth, anchors).mixed
+    strategies = [one.strategy for one in named]
+    found = [mixed(one) or candidate(lower, one, cluster, pricer.depth, anchors) for one in strategies]
     anchors = anchors_of(found[0])
     for one in found:
         one.anchors = anchors

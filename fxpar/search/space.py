@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fxpar.ir.axes import REPLICAS, STAGES
+from fxpar.ir.axes import REPLICAS, ROLE_AXES, STAGES, USES
+from fxpar.ir.module_rules import Axes, ModuleRule
 from fxpar.ir.remat import Remat
 from fxpar.ir.strategy import Strategy, of_degrees
 from fxpar.ir.strategy_text import Pipeline
@@ -59,7 +61,8 @@ def placed_alike(strategy: Strategy) -> Strategy:
     schedule of one stage per rank does not.
     """
     pipeline = strategy.pipeline if strategy.pipeline.virtual > 1 else replace(strategy.pipeline, schedule="1f1b")
-    return replace(strategy, remat=None, pipeline=pipeline)
+    rules = tuple(replace(rule, remat=None) for rule in strategy.rules if rule.axes or rule.zero is not None)
+    return replace(strategy, remat=None, pipeline=pipeline, rules=rules)
 
 
 def rescheduled(strategy: Strategy) -> Strategy | None:
@@ -74,3 +77,46 @@ def with_savings(shape: Strategy, level: int) -> Strategy | None:
     if remat is not None and remat.mode == "selective" and shape.sp:
         remat = replace(remat, collectives="redo")
     return None if zero and not shape.data_axes else replace(shape, zero=zero, remat=remat)
+
+
+# How the ranks of a replica may be used in a module: an axis, and whether it needs the links inside of a node. A layout
+# is a product of them, outermost first; a line more is a role more.
+ROLES: tuple[tuple[str, bool], ...] = (("cp", False), ("tp", True))
+
+
+def role_layouts(ranks: int, per_node: int) -> list[Axes]:
+    """All layouts of so many ranks, axes of degree 1 left out."""
+    found: list[Axes] = [()]
+    for name, inside_node in ROLES:
+        left = [(axes, ranks // math.prod(degree for _, degree in axes)) for axes in found]
+        found = [
+            axes + (((name, degree),) if degree > 1 else ())
+            for axes, rest in left
+            for degree in range(1, (min(rest, per_node) if inside_node else rest) + 1)
+        ]
+    return [axes for axes in found if math.prod(degree for _, degree in axes) == ranks]
+
+
+def layout_of_ranks(strategy: Strategy) -> Axes:
+    """How the ranks of a replica are used where no rule says it."""
+    return tuple(axis for axis in strategy.axes if axis[0] in ROLE_AXES and axis[1] > 1)
+
+
+def single_axis(layout: Axes) -> Axes:
+    """As many ranks on the innermost role's axis, whatever its links: rules split it."""
+    return ((ROLES[-1][0], math.prod(degree for _, degree in layout)),)
+
+
+def with_layout(strategy: Strategy, layout: Axes) -> Strategy:
+    """With other roles for as many ranks; sp wherever weights are cut."""
+    outer = tuple(axis for axis in strategy.axes if axis[0] not in ROLE_AXES)
+    return replace(strategy, axes=(*outer, *layout), sp=_cuts_weights(layout))
+
+
+def layout_rule(glob: str, layout: Axes, zero: int | None) -> ModuleRule:
+    """For modules that use their ranks so."""
+    return ModuleRule(glob, layout, _cuts_weights(layout), zero)
+
+
+def _cuts_weights(layout: Axes) -> bool:
+    return any(USES[name] == "weights" for name, _ in layout)

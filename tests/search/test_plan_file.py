@@ -32,6 +32,14 @@ def test_what_is_written_is_read(tmp_path):
     assert read_plan(str(path)) == PLAN
 
 
+def test_rules_are_a_part_of_a_strategy(tmp_path):
+    text = "dp2.tp2+sp+remat[*.attention: cp2+zero3; layers.{0-7,16-23}: +remat(none)]"
+    plan = replace(PLAN, groups=(PlanGroup(4096, text, 4096, 1.5),))
+    path = tmp_path / "plan.toml"
+    path.write_text(plan.to_toml())
+    assert read_plan(str(path)) == plan
+
+
 @given(st.text(), st.lists(st.text(min_size=1), max_size=3))
 def test_texts_survive(model, options):
     import tomllib

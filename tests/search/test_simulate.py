@@ -53,6 +53,9 @@ def test_the_best_alone_is_of_the_set():
 def test_a_strategy_with_its_limit():
     assert Named.parse("tp2+sp:96") == Named(Strategy.parse("tp2+sp"), 96)
     assert Named.parse("tp2") == Named(Strategy.parse("tp2"))
+    ruled = "tp2[layers.{0-1}: +remat; head: cp2]"
+    assert Named.parse(ruled) == Named(Strategy.parse(ruled))
+    assert Named.parse(f"{ruled}:96") == Named(Strategy.parse(ruled), 96)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,135 @@
+"""Rules that a search finds, against every choice there is."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.device import CPU
+from fxpar.ir.strategy import Strategy
+from fxpar.search.blends import Blend, Changed
+from fxpar.search.driver import Found, Problem, _Search, find_plan_of
+from fxpar.search.known import KnownModel
+from fxpar.search.lengths import mini_batches, read_lengths
+from fxpar.search.positions import with_run
+from fxpar.search.price import Depth
+from fxpar.search.pricing import SetPricer
+from fxpar.search.simulate import Named, simulate
+from tests.search.shallow import shallow
+
+LAYERS, LONGEST = 5, 512
+CLUSTER = ClusterSpec(1, 4, intra_gb_per_s=0.5, inter_gb_per_s=0.5, latency_us=100.0, device=CPU)
+ANCHORS = (256, 4096)
+
+
+@functools.cache
+def known() -> KnownModel:
+    """Of a model whose layers take most of the memory; lowered once for all tests."""
+    model = shallow("llama", LAYERS)
+    return KnownModel(model.lower, model.outlines, CLUSTER, Depth(LAYERS), ANCHORS)
+
+
+def priced(text: str):
+    found = known().candidate(Strategy.parse(text), lambda _: None)
+    assert found is not None, known().refused
+    return found
+
+
+def between(share: float) -> int:
+    """Bytes with which so much of the activations of `dp4` fit, beside what recomputation leaves."""
+    most, least = (priced(text).at(LONGEST).peak_bytes for text in ("dp4", "dp4+remat"))
+    return round(least + share * (most - least))
+
+
+def problem(memory_bytes: int, *names: str) -> Problem:
+    return Problem(
+        shapes=tuple(map(Strategy.parse, names)),
+        cluster=CLUSTER,
+        batches=mini_batches(read_lengths(f"github:{LONGEST}"), 8192, 2),
+        longest=LONGEST,
+        memory_bytes=memory_bytes,
+        max_strategies=1,
+        depth=Depth(LAYERS),
+        keep=1,
+        rules=True,
+    )
+
+
+@functools.cache
+def found() -> Found:
+    """Where all layers fit only if they recompute."""
+    return find_plan_of(problem(between(0.8), "dp4"), known())
+
+
+def test_a_run_of_layers_wins():
+    plan = found().plans[0]
+    assert "[layers." in plan.strategies[0]
+    assert found().best_static == plan
+    assert max(plan.memory_bytes.values()) <= between(0.8)
+    assert plan.predicted_s < 0.95 * found().uniform_s
+    assert found().won == pytest.approx(1 - plan.predicted_s / found().uniform_s)
+    assert found().lower_bound_s <= found().uniform_s
+    assert found().ruled > 0
+
+
+def test_it_is_simulated_as_it_was_found():
+    """A set that a user names, with rules that the shallow models have no layers for."""
+    given, model, plan = problem(between(0.8), "dp4"), shallow("llama", LAYERS), found().plans[0]
+    pricer = SetPricer(CLUSTER, given.depth, model.outlines, given.batches, given.memory_bytes)
+    one = simulate([Named.parse(plan.strategies[0])], LONGEST, model.lower, pricer)
+    assert one.plan.predicted_s == pytest.approx(plan.predicted_s, rel=1e-9)
+
+
+@pytest.mark.nightly
+def test_no_number_of_layers_is_better():
+    """All numbers of each kind, planned as sets are."""
+    plan, layers = found().plans[0], known().layers
+    search = _Search(problem(between(0.8), "dp4"), known(), lambda _: None)
+    search.lower_all()
+    search.pricer.optimizer_s = plan.optimizer_s
+    assert layers is not None
+    every = []
+    levels = [one.strategy for one in search.candidates if one.strategy.zero == 0]
+    for less, more in itertools.combinations(levels, 2):
+        for count in range(1, LAYERS):
+            one = priced(str(with_run(less, more, layers, count)))
+            every.append(search.pricer.price([(LONGEST, one)], settle=True))
+    best = min(one.predicted_s for one in every if one is not None)
+    assert plan.predicted_s == pytest.approx(best, rel=1e-9)
+
+
+def test_without_rules_nothing_has_them():
+    one = find_plan_of(replace(problem(between(0.8), "dp4"), rules=False), known())
+    assert "[" not in one.plans[0].strategies[0]
+    assert (one.plans[0].predicted_s, one.won, one.ruled) == (one.uniform_s, 0.0, 0)
+
+
+def test_where_all_fits_no_rule_is_better():
+    """`dp4` sends nothing and recomputes nothing."""
+    one = find_plan_of(problem(10**11, "dp4"), known())
+    assert (one.plans[0].strategies, one.plans[0].predicted_s) == (("dp4",), one.uniform_s)
+    assert one.ruled == 0
+
+
+@pytest.mark.parametrize("names", [("*.attention", "*.ffn")])
+def test_two_changes_take_what_each_takes(names):
+    """The guess at two rules at once, against the program that has both."""
+    first, second = (f"{name}: {roles}" for name, roles in zip(names, ("cp2.tp2+sp", "cp4"), strict=True))
+    alone, both = priced("tp4+sp"), priced(f"tp4+sp[{first}; {second}]")
+    guess = Changed(
+        both.strategy, CLUSTER, alone.anchors, alone, (priced(f"tp4+sp[{first}]"), priced(f"tp4+sp[{second}]"))
+    )
+    assert guess.cost.seconds([LONGEST]) == pytest.approx(both.cost.seconds([LONGEST]), rel=0.02)
+    assert guess.memory(LONGEST).peak_bytes == pytest.approx(both.memory(LONGEST).peak_bytes, rel=0.05)
+    assert guess.reduce_s == pytest.approx(both.reduce_s, rel=0.05)
+
+
+def test_a_blend_is_what_the_mixture_takes():
+    less, more, both = priced("dp4"), priced("dp4+remat"), priced("dp4[layers.{0-1}: +remat]")
+    guess = Blend(both.strategy, CLUSTER, less.anchors, less, more, 2 / LAYERS)
+    assert guess.cost.seconds([LONGEST]) == pytest.approx(both.cost.seconds([LONGEST]), rel=0.01)
+    assert guess.memory(LONGEST).peak_bytes == pytest.approx(both.memory(LONGEST).peak_bytes, rel=0.05)

@@ -1,0 +1,45 @@
+"""The roles that the ranks of a replica may have."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxpar.ir.strategy import Strategy
+from fxpar.search import space
+from fxpar.search.space import layout_of_ranks, layout_rule, placed_alike, role_layouts, single_axis, with_layout
+
+
+def written(layouts) -> list[str]:
+    return [".".join(f"{name}{degree}" for name, degree in one) for one in layouts]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "want"),
+    [
+        (1, 8, [""]),
+        (4, 8, ["tp4", "cp2.tp2", "cp4"]),
+        (16, 8, ["cp2.tp8", "cp4.tp4", "cp8.tp2", "cp16"]),
+        (6, 8, ["tp6", "cp2.tp3", "cp3.tp2", "cp6"]),
+    ],
+)
+def test_layouts_of_ranks(ranks, per_node, want):
+    assert written(role_layouts(ranks, per_node)) == want
+
+
+def test_a_line_more_is_a_role_more(monkeypatch):
+    monkeypatch.setattr(space, "ROLES", (("ep", False), *space.ROLES))
+    assert written(role_layouts(2, 8)) == ["tp2", "cp2", "ep2"]
+
+
+def test_other_roles_for_the_same_ranks():
+    strategy = Strategy.parse("dp2.pp2.cp2.tp4+sp+zero1")
+    assert layout_of_ranks(strategy) == (("cp", 2), ("tp", 4))
+    assert str(with_layout(strategy, single_axis(layout_of_ranks(strategy)))) == "dp2.pp2.tp8+sp+zero1"
+    assert str(with_layout(strategy, (("cp", 8),))) == "dp2.pp2.cp8+zero1"
+    assert str(layout_rule("*.ffn", (("cp", 2), ("tp", 4)), None)) == "*.ffn: cp2.tp4+sp"
+    assert str(layout_rule("*.ffn", (), 3)) == "*.ffn: +zero3"
+
+
+def test_what_is_recomputed_places_nothing():
+    ruled = "dp4+remat[layers.{0-3}: +remat(none); head: +zero3+remat]"
+    assert str(placed_alike(Strategy.parse(ruled))) == "dp4[head: +zero3]"
