@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fxpar.ir.axes import REPLICAS, ROLE_AXES, STAGES, USES
+from fxpar.ir.axes import BINS, REPLICAS, ROLE_AXES, STAGES, USES
 from fxpar.ir.module_rules import Axes, ModuleRule
 from fxpar.ir.remat import Remat
 from fxpar.ir.strategy import Strategy, of_degrees
@@ -80,8 +80,8 @@ def with_savings(shape: Strategy, level: int) -> Strategy | None:
 
 
 # How the ranks of a replica may be used in a module: an axis, and whether it needs the links inside of a node. A layout
-# is a product of them, outermost first; a line more is a role more.
-ROLES: tuple[tuple[str, bool], ...] = (("cp", False), ("tp", True))
+# is a product of them, outermost first. Bins are not among them: whether documents fit is not known here.
+ROLES = tuple((axis, USES[axis] == "weights") for axis in reversed(ROLE_AXES) if axis != BINS)
 
 
 def role_layouts(ranks: int, per_node: int) -> list[Axes]:

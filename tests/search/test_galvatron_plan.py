@@ -53,11 +53,11 @@ def test_a_plan_in_our_words(tmp_path):
 
 
 def test_a_plan_as_one_strategy(tmp_path):
-    """What embedding and head have is that of the whole model; replicas of a layer that others lack share tokens."""
+    """What embedding and head have is that of the whole model; replicas of a layer that others lack are bins."""
     plan = read_galvatron_plan(written(tmp_path), devices=8)
     assert str(as_strategy(plan)) == (
-        "pp2.cp4+zero3+cut(model.layers.3)[model.layers.0: cp2.tp2+sp+remat; model.layers.1: +zero2; "
-        "model.layers.2: tp4+sp+zero0; model.layers.3: +zero2+remat]"
+        "pp2.rows2.cp2+zero3+cut(model.layers.3)[model.layers.0: rows2.tp2+sp+remat; model.layers.1: +zero2; "
+        "model.layers.2: tp4+sp+zero0; model.layers.3: rows4+zero2+remat]"
     )
     flat = written(tmp_path, pp_deg=1, pp_division=None, tp_sizes_enc="2,2,2,2", use_sp=None, checkpoint="1,1,1,0")
     assert str(as_strategy(read_galvatron_plan(flat, 8), "blocks")) == (
