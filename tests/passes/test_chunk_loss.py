@@ -94,7 +94,13 @@ def test_losses(loss, place):
 )
 @pytest.mark.nightly
 def test_many(loss, rows, strategy, chunks):
-    result = own.with_loss(loss, rows).check(f"{strategy}+chunks({chunks})", 1e-10)
+    """Where cp and tp both cut tokens of the loss, a swap of vocabulary for tokens packs them, which is refused."""
+    try:
+        result = own.with_loss(loss, rows).check(f"{strategy}+chunks({chunks})", 1e-10)
+    except ChunkedLossError as error:
+        assert strategy == "cp2.tp2+sp", error
+        assert "pack" in str(error)
+        return
     assert result.ok, result
 
 
