@@ -98,9 +98,9 @@ def test_many(loss, rows, strategy, chunks):
     try:
         result = own.with_loss(loss, rows).check(f"{strategy}+chunks({chunks})", 1e-10)
     except ChunkedLossError as error:
-        assert strategy == "cp2.tp2+sp", error
-        assert "pack" in str(error)
-        return
+        if strategy == "cp2.tp2+sp" and "pack" in str(error):
+            return
+        raise
     assert result.ok, result
 
 
