@@ -17,13 +17,12 @@ from fxpar.dynamo.options import BackendOptions
 from fxpar.errors import BackendOptionError, SpecializedShapeError, warn
 from fxpar.ir.axes import REPLICAS
 from fxpar.ir.exec_graph import PlainGraph
-from fxpar.ir.graph import ForwardGraph
+from fxpar.ir.graph import TOKENS, ForwardGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower_forward
 from fxpar.runtime.plain import PlainRunner
 from fxpar.torch_api.since_2_13 import all_gather_single
 from fxpar.tracer import capture_forward
-from fxpar.tracer.dynamic import TOKENS
 from fxpar.transport.groups import shared_groups
 
 _CPU = torch.device("cpu")

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from fxpar.tracer.dynamic import BATCH, TOKENS
+from fxpar.ir.graph import TOKENS
+from fxpar.tracer.dynamic import BATCH
 
 STEP = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
 _WORD = re.compile(r"\['(\w+)'\]")

@@ -24,6 +24,7 @@ aten = torch.ops.aten
 Size = int | sympy.Expr
 # A batch input that fxpar adds where a model drops out, shaped like the token ids (`fxpar.ops.dropout.token_numbers`).
 TOKEN_NUMBERS = "token_numbers"
+TOKENS = "T"  # the dim that counts tokens
 DOCUMENTS = "document_ids"  # the key of a batch that marks the documents of a row
 COUNT = ":count"  # behind the name of a metric: what it is divided by in the end
 

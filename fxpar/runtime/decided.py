@@ -16,7 +16,7 @@ from fxpar.batching.ids import IdLimit, id_limits
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import BinsError, LimitBranchError, ParallelizeError, warn
 from fxpar.flow import with_packing
-from fxpar.ir.graph import DOCUMENTS, TOKEN_NUMBERS, TensorMeta
+from fxpar.ir.graph import DOCUMENTS, TOKEN_NUMBERS, TOKENS, TensorMeta
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.runtime.notices import warn_of_carried, warn_of_limits
@@ -31,7 +31,6 @@ from fxpar.runtime.options import (
 )
 from fxpar.store import check_order
 from fxpar.store.folder import Given
-from fxpar.tracer.dynamic import TOKENS
 from fxpar.tracer.signature import model_device
 
 

@@ -17,8 +17,7 @@ from fxpar.batching.packing import SequenceItem, longest_first, spread
 from fxpar.errors import PadError
 from fxpar.flow import padding_of
 from fxpar.ir.exec_graph import Program
-from fxpar.ir.graph import DOCUMENTS, Dim, Input, dim_symbol
-from fxpar.tracer.dynamic import TOKENS
+from fxpar.ir.graph import DOCUMENTS, TOKENS, Dim, Input, dim_symbol
 
 
 def _constant(value: int) -> Callable[[Tensor, int, int], Tensor]:

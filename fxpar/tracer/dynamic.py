@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fxpar.errors import DynamicDimError
-from fxpar.ir.graph import Dim, Size, dim_symbol
+from fxpar.ir.graph import TOKENS, Dim, Size, dim_symbol
 from fxpar.torch_api.symbolic import FakeWorld
 
 Dynamic = str | Mapping[str, Mapping[int, str]] | None
-TOKENS, BATCH, DOCUMENT_BOUNDS = "T", "B", "C"
+BATCH, DOCUMENT_BOUNDS = "B", "C"
 
 
 @dataclass(frozen=True)

@@ -231,14 +231,35 @@ def test_what_stops_packing_is_said_where_it_is_what_stops_padding():
     batch = {"input_ids": torch.arange(7)[None], "labels": torch.arange(1, 8)[None]}
 
     def loss(model, batch):
-        return F.cross_entropy(model(batch["input_ids"])[0], batch["labels"][0], label_smoothing=0.1, reduction="sum")
+        wanted = F.one_hot(batch["labels"][0], 11).float()
+        return F.binary_cross_entropy_with_logits(model(batch["input_ids"])[0], wanted, reduction="sum")
 
     model = OwnSoftmax()
     graph, values = capture(model, loss, batch), dict(model.named_parameters())
     (result,) = check(graph, ["cp2"], values, {}, [batch])
     assert re.search(
-        r"aten\._softmax\.default .* \(and rows are not packed, since aten\.nll_loss_forward", result.error
+        r"aten\._softmax\.default .* \(and rows are not packed, since aten\.binary_cross_entropy_with_logits",
+        result.error,
     )
+
+
+def test_smoothed_and_weighted_losses_are_packed_and_not_padded():
+    """Label smoothing and class weights are sums over tokens; what padding would add is not known."""
+
+    def loss(model, batch):
+        logits, weights = model(batch["input_ids"])[0], torch.arange(1.0, 12.0)
+        return F.cross_entropy(logits, batch["labels"][0], weights, label_smoothing=0.1, reduction="sum")
+
+    even, odd = ({"input_ids": torch.arange(n)[None], "labels": torch.arange(n)[None]} for n in (8, 7))
+    even["labels"] = torch.tensor([[1, 2, -100, 4, 5, 6, -100, 0]])
+    model = OwnSoftmax()
+    graph, values = capture(model, loss, even), dict(model.named_parameters())
+    (result,) = check(graph, ["cp2"], values, {}, [even])
+    assert result.ok, result
+    assert result.documents == "in rows"
+    (refused,) = check(graph, ["cp2"], values, {}, [odd])
+    assert "nll_loss_forward" in refused.error
+    assert "padding included" in refused.error
 
 
 def test_results_are_plain_data():

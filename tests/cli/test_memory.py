@@ -158,16 +158,16 @@ def dump_of(model, strategy):
 
 def test_for_backward_is_one_figure():
     """The most that is kept, in the table of one strategy and of several, also where the peak is at another moment."""
-    status, out, err = fxpar("memory", "llama", "-s", "pp2.tp2+sp", "--tokens", "4096", "--json", "-")
+    status, out, err = fxpar("memory", "llama", "-s", "pp2.cp2", "--tokens", "4096", "--json", "-")
     assert status == 0, err
     body = json.loads(out)["body"]
     assert body["kept_bytes"] <= body["forward_bytes"] < body["saved_bytes"]
-    out = fxpar("memory", "llama", "-s", "pp2.tp2+sp", "--tokens", "4096")[1]
+    out = fxpar("memory", "llama", "-s", "pp2.cp2", "--tokens", "4096")[1]
     words = "activations kept until their backward, at most, when less is held in all"
     kept = re.search(rf"^for backward +(\S+ MB)  {words}", out, re.MULTILINE)[1]
     assert kept == human_bytes(body["saved_bytes"])
-    table = fxpar("memory", "llama", "-s", "pp2.tp2+sp,tp4", "--tokens", "4096")[1]
-    assert re.search(rf"^pp2.tp2\+sp .* {kept} ", table, re.MULTILINE)
+    table = fxpar("memory", "llama", "-s", "pp2.cp2,tp4", "--tokens", "4096")[1]
+    assert re.search(rf"^pp2.cp2 .* {kept} ", table, re.MULTILINE)
 
 
 def test_strategies_and_what_a_device_holds():
