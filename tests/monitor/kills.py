@@ -254,6 +254,7 @@ def _main(rank: int, kill: Kill, folder: Path, port: int) -> None:
     status = 0
     try:
         dist.init_process_group("gloo", rank=rank, world_size=kill.world, timeout=timedelta(seconds=TIMEOUT_S))
+        dist.barrier()  # a rank that is lost while torch still connects is torch's to tell
         PHASES[kill.phase][0](Rank(rank, kill.world, folder, _fuse(rank, kill, folder)))
     except BaseException as error:
         sys.last_value = error
