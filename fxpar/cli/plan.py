@@ -210,6 +210,8 @@ def _show(console: Console, request: PlanRequest, taken: RatedSize) -> None:
 
 def _won(found: Found) -> str:
     """What rules per module win."""
+    if not found.ruled:
+        return "rules per module: there are none to try for these strategies"
     if found.won < WORTH:
         return f"rules per module: {found.ruled} tried, none wins {WORTH:.1%}"
     return (

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
+from fxpar.cli.plan import _won
 from fxpar.models import load
 from fxpar.runtime.planned import parameters_of
 from fxpar.search.plan_file import read_plan
@@ -119,3 +121,15 @@ def test_without_a_size_the_smallest_that_is_near_the_best_rate_is_taken(tmp_pat
     near = [size for size, rate in rates.items() if rate >= 0.98 * max(rates.values())]
     assert found["tokens_per_step"] == read_plan(str(path)).tokens_per_step == min(near)
     assert f"{min(near):,} tokens per step: of the sizes tried the smallest within 2% of the best rate" in text
+
+
+@pytest.mark.parametrize(
+    ("tried", "won", "words"),
+    [
+        (0, 0.0, "there are none to try"),
+        (12, 0.001, "12 tried, none wins 0.2%"),
+        (3, 0.068, "3 tried; plan 1 takes 6.8% less than the best set without, 268 ms"),
+    ],
+)
+def test_what_rules_win_is_said(tried, won, words):
+    assert words in _won(SimpleNamespace(ruled=tried, won=won, uniform_s=0.268))
