@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from torch import fx
 
 from fxpar.annotate.bins import check_bins
 from fxpar.annotate.module_rules import check_rules
+from fxpar.annotate.nesting import combine, is_within, modules_in_order_of_search
 from fxpar.annotate.notes import Choice, note_attention, note_missing_rules, note_uncut
 from fxpar.annotate.policy import ContextAxis, boundary_placement, grad_cost, resolve_overrides
 from fxpar.annotate.problem import AxisProblem, build
@@ -30,7 +31,7 @@ from fxpar.annotate.roles import Policy, check_options, policy_of
 from fxpar.annotate.solve import AxisSearch, Demand, Search
 from fxpar.errors import NotYetError
 from fxpar.flow import padding_hazard, token_symbol
-from fxpar.ir.axes import ROLE_AXES, USES, whole_axis
+from fxpar.ir.axes import USES, whole_axis
 from fxpar.ir.copies import copy_graph
 from fxpar.ir.dist_config import DistConfig, OuterShard, P, Partial, Placement, R, Shard
 from fxpar.ir.fqn import block_or_module_of, starred
@@ -256,10 +257,15 @@ def _write(graph: AnnotatedGraph, choices: Mapping[str, Choice], token: sympy.Sy
     def config(meta: TensorMeta, placements: Mapping[str, Placement], roles: Mapping[str, str] | None) -> DistConfig:
         return combine(DistConfig.replicated(mesh, len(meta.shape), meta.dtype), meta, placements, token, roles, bins)
 
-    def roles_of(rule: int | None, chosen: Mapping[str, Option]) -> Mapping[str, str] | None:
+    fqns = {node: info.fqn for node, info in zip(graph.placeholders, graph.inputs, strict=True)}
+    as_found = modules_in_order_of_search(graph.graph.nodes, choices, graph.strategy)
+
+    def roles_of(node: fx.Node, rule: int | None, chosen: Mapping[str, Option]) -> Mapping[str, str] | None:
         """Cuts in sections, and those that leave ranks over, are right in the order in which they were found; then all
         tensors of the op lie so.
         """
+        if as_found and is_within(fqns[node].rpartition(".")[0] if node in fqns else fqn_of(node), as_found):
+            return None
         places = [place for option in chosen.values() for place in (*option.inputs, *option.outputs)]
         if any(isinstance(place, OuterShard) or (isinstance(place, Shard) and place.sections) for place in places):
             return None
@@ -272,9 +278,9 @@ def _write(graph: AnnotatedGraph, choices: Mapping[str, Choice], token: sympy.Sy
             chosen = {axis: choice[node] for axis, choice in choices.items()}
             taken = tuple(tensor_of(operand) for operand in tensor_operands(node))
             rule = node.meta.get("rule")
-            key = (*map(id, chosen.values()), metas, taken, rule)
+            roles = roles_of(node, rule, chosen)
+            key = (*map(id, chosen.values()), metas, taken, rule, roles is None)
             if key not in made:
-                roles = roles_of(rule, chosen)
                 made[key] = (
                     tuple(
                         config(m, {axis: option.outputs[j] for axis, option in chosen.items()}, roles) if m else None
@@ -321,35 +327,9 @@ def _result_config(
     return target
 
 
-def combine(
-    base: DistConfig,
-    meta: TensorMeta,
-    placements: Mapping[str, Placement],
-    token: sympy.Symbol | None,
-    roles: Mapping[str, str] | None,
-    bins: Collection[str] = (),
-) -> DistConfig:
-    """The placements of all axes on one tensor. What cuts weights cuts first, but on a token dim last, as a piece on a
-    context axis is a run of tokens; what cuts `bins` goes first of all, so that no document is cut. `roles` are the
-    axes that each is for where the tensor is, None for the order of the search; in pieces of tokens all modules agree.
-    """
-    cut = {axis: place for axis, place in placements.items() if isinstance(place, Shard | OuterShard)}
-
-    def turn(axis: str) -> tuple[int, tuple[int, int]]:
-        place, here = cut.get(axis), base.mesh.place(axis)
-        size = meta.shape[place.dim] if place else 1
-        if not isinstance(size, int) and token in size.free_symbols:
-            return (-len(ROLE_AXES) if axis in bins else -ROLE_AXES.index(whole_axis(axis))), here
-        return (ROLE_AXES.index(roles[axis]), here) if roles else (0, (0, 0))
-
-    for axis in sorted((axis for axis, place in placements.items() if place != R), key=turn):
-        base = base.with_placement(axis, placements[axis])
-    return base.whole(meta.shape) if any(":" in axis for axis in placements) else base
-
-
 def degrees_product(strategy: Strategy) -> int:
     """What divides by all degrees inside of a replica, also after a cut by each of them."""
     return math.prod(map(strategy.degree, strategy.model_axes)) ** 2
 
 
-__all__ = ["Annotate", "annotate", "annotate_and_search", "combine", "search_placements", "unplaced"]
+__all__ = ["Annotate", "annotate", "annotate_and_search", "search_placements", "unplaced"]

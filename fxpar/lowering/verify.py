@@ -5,8 +5,9 @@ A failure is a bug of the pass that ran last, never of the user's model; the err
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import fx
 
 from fxpar.annotate.bins import reads_bins
 from fxpar.annotate.driver import degrees_product
+from fxpar.annotate.nesting import together
 from fxpar.errors import VerifyError
 from fxpar.ir.axes import BINS
 from fxpar.ir.collectives import reshard
@@ -167,6 +169,7 @@ def _check_op(
     if key in known:
         return
     others: list[tuple[dict[fx.Node, Option], int]] = []
+    chosen: dict[str, Option] = {}
     for axis in strategy.model_axes:
         option = Option(
             tuple(c.placement(axis) for c in wanted),
@@ -177,7 +180,25 @@ def _check_op(
         if not (in_bins or legal(view, option, strategy.degree(axis))):
             raise VerifyError(f"after pass {after!r}: {where(node)} cannot run on axis {axis} as {option}")
         others.append(({node: option}, strategy.degree(axis)))
+        chosen[axis] = option
+    _check_nesting(node, [*wanted, *filter(None, made)], chosen, strategy, after)
     known.add(key)
+
+
+def _check_nesting(
+    node: fx.Node, configs: Iterable[DistConfig], options: Mapping[str, Option], strategy: Strategy, after: str
+) -> None:
+    """Axes cut in the order in which their options are legal, each on sizes local to those before, or in another that
+    is as good.
+    """
+    order = {axis: turn for turn, axis in enumerate(strategy.model_axes)}
+    for config in dict.fromkeys(configs):
+        for entries in config.in_parts(strategy.atoms).dims:
+            names = [name for entry in entries for name in entry.axis.split(".") if name in order]
+            for outer, inner in itertools.combinations(names, 2):
+                if order[outer] > order[inner] and not together(options, inner, outer):
+                    why = f"is cut by {outer} before {inner}, which is another piece for each of its tensors: {config}"
+                    raise VerifyError(f"after pass {after!r}: {where(node)} {why}")
 
 
 def legal(view: Any, option: Option, degree: int) -> bool:

@@ -177,12 +177,18 @@ def ruled(draw, globs: list[str]) -> str:
 
 
 # 97 rows of a table do not divide: on two halves of an axis they are padded otherwise than on all of it.
-@example("tp4+sp[*.attention: cp4; layers.0.attention_norm: tp2.cp2]")
+@example("tp4+sp[*.attention: cp4; layers.0.attention_norm: tp2.cp2]", 8)
+# One axis cuts keys and values, and queries are cut by both: in the other order a rank has other heads of these.
+@example("cp2.tp2[*.attention: tp4]", 2)
+@example("tp2.cp2[*.attention: cp2.tp2]", 2)
 @settings(max_examples=examples(5))
-@given(ruled(["*.attention", "*.ffn", "embedding", "head", "norm", "layers.0.attention_norm"]))
-def test_any_rules(strategy):
-    """Heads are many enough for all of them."""
-    assert_exact(llama(layers=1, heads=8, kv_heads=8, dim=32).check(strategy))
+@given(
+    ruled(["*.attention", "*.ffn", "embedding", "head", "norm", "layers.0.attention_norm"]),
+    st.sampled_from([1, 2, 4, 8]),
+)
+def test_any_rules(strategy, kv_heads):
+    """Eight query heads are enough for all of them; keys and values may have fewer."""
+    assert_exact(llama(layers=1, heads=8, kv_heads=kv_heads, dim=32).check(strategy))
 
 
 @settings(max_examples=examples(10))

@@ -11,6 +11,7 @@ from torch import fx, nn
 from fxpar.annotate import Annotate
 from fxpar.errors import VerifyError
 from fxpar.ir import collectives as c
+from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import AnnotatedGraph, Output
 from fxpar.lowering import default_passes, lower
 from fxpar.lowering.verify import verify, verify_placements, where
@@ -115,6 +116,19 @@ def test_a_softmax_cut_where_it_normalises():
     graph = s.done(y)
     with pytest.raises(VerifyError, match=r"%_softmax_default \(aten._softmax.default\) cannot run on axis tp"):
         verify_placements(graph, "mine", resharded=True)
+
+
+def test_queries_cut_in_another_order_than_keys():
+    """Both axes cut queries, one of them keys: it cuts first, or a rank has the queries of other keys."""
+    graph = before(llama(heads=4, kv_heads=2).graph, "cp2.tp2[*.attention: tp4]", "insert_reshards")
+    node = first(graph, torch.ops.fxpar.attention.default)
+    verify_placements(graph, "mine", resharded=False)
+    mesh, heads = graph.strategy.mesh, node.meta["dist_in"][0].dims[1]
+    assert [entry.axis for entry in heads] == ["tp", "cp"]
+    turned = DistConfig(mesh, ((), tuple(reversed(heads)), (), ()), dtype=torch.float64)
+    node.meta["dist_in"] = (turned, *node.meta["dist_in"][1:])
+    with pytest.raises(VerifyError, match="is cut by cp before tp, which is another piece for each of its tensors"):
+        verify_placements(graph, "mine", resharded=False)
 
 
 def test_errors_point_to_the_users_line():
