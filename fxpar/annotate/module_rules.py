@@ -26,14 +26,16 @@ def modules_of(graph: LogicalGraph | AnnotatedGraph) -> list[str]:
     return sorted(found - {""})
 
 
-def check_rules(graph: LogicalGraph, strategy: Strategy) -> None:
-    """Raises RuleGlobError for a rule that matches no module, RuleConflictError for two that say the same of one."""
+def check_rules(graph: LogicalGraph, strategy: Strategy, of: str = "the model") -> None:
+    """Raises RuleGlobError for a rule that matches no module (`of` the whole, in words), RuleConflictError for two that
+    say the same of one.
+    """
     if not strategy.rules:
         return
     modules = modules_of(graph)
     for rule in strategy.rules:
         if not any(map(rule.matches, modules)):
-            raise RuleGlobError(rule.glob, modules)
+            raise RuleGlobError(rule.glob, modules, of)
     for module in modules:
         for what in ("roles", "zero", "remat", "chunks"):
             strategy.rule_of(module, what)

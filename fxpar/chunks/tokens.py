@@ -120,7 +120,7 @@ def _starts(graph: AnnotatedGraph, head: fx.Node) -> Iterator[Shard]:
     moving = [d for d, size in enumerate(shape) if not isinstance(size, int)]
     sizes = [info.meta.shape[0] for info in graph.inputs if info.kind == "batch" and len(info.meta.shape) > 1]
     rows = dict.fromkeys([1, *(size for size in sizes if isinstance(size, int))])
-    degrees = dict.fromkeys([1, *(degree for _, degree in graph.strategy.mesh.axes if degree > 1)])
+    degrees = dict.fromkeys([1, *(degree for _, degree in graph.strategy.axes if degree > 1)])
     for dim in moving or range(len(shape)):
         for count in dict.fromkeys(row * degree for degree in degrees for row in rows):
             yield Shard(dim, (1,) * count if count > 1 else ())

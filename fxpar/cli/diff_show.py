@@ -272,7 +272,7 @@ def _ranks(side: Digest) -> int:
 
 
 def _mesh(side: Digest) -> str:
-    return "none" if side.strategy is None else " x ".join(f"{a}{n}" for a, n in side.strategy.mesh.axes)
+    return "none" if side.strategy is None else " x ".join(f"{a}{n}" for a, n in side.strategy.axes)
 
 
 def _schedule(side: Digest) -> str:

@@ -91,7 +91,8 @@ def _summary(document: Document, width: int | None, top: int) -> Iterator[Styled
     if "params" not in document:
         return
     for axis in document["axes"]:
-        yield from _said(f"{axis['axis']}{axis['degree']}: {axis['does']}", width, 2)
+        stage = f"stage {axis['stage']}, " if "stage" in axis else ""
+        yield from _said(f"{stage}{axis['axis']}{axis['degree']}: {axis['does']}", width, 2)
     for rule in document.get("rules", []):
         yield from _said(f"{rule['rule']} ({rule['modules']} modules, {rule['params']} parameters)", width, 2)
     whole, staged = human_bytes(document["weight_bytes"]), "messages" in document

@@ -57,7 +57,7 @@ def graph_document(
     if not isinstance(graph, LogicalGraph):
         strategy = graph.strategy
         document |= strategy.to_json()
-        document |= {"world": strategy.world, "mesh": [list(axis) for axis in strategy.mesh.axes]}
+        document |= {"world": strategy.world, "mesh": [list(axis) for axis in strategy.axes]}
         document["notes"] = list(graph.notes)
     if isinstance(graph, Program):
         document |= _collectives(graph)
@@ -88,15 +88,13 @@ def _pipeline(graph: PipelineGraph) -> dict[str, Any]:
     dims = run_dims(graph)
     messages = [
         {
-            "from": stage.index,
-            "to": stage.index + step,
-            "name": fqn,
-            **_meta(stored.local),
-            "bytes": stored.local.numel(dims) * stored.local.dtype.itemsize,
+            "from": each.stage,
+            "to": each.to,
+            "name": each.fqn,
+            **_meta(each.given.local),
+            "bytes": each.bytes_of_busiest(dims),
         }
-        for stage in graph.stages
-        for kind, step in (("sent", 1), ("sent_grad", -1))
-        for fqn, stored in stage.given(kind).items()
+        for each in graph.handovers
     ]
     held: dict[str, list[int]] = {}
     for stage in graph.stages:

@@ -9,7 +9,7 @@ from fxpar.errors import UnknownRankError
 from fxpar.ir.axes import STAGES
 from fxpar.ir.exec_graph import Part, Program, substitute_tokens
 from fxpar.ir.mesh import Mesh
-from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
+from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram, position_of
 
 P = TypeVar("P", bound=Program)
 
@@ -50,7 +50,7 @@ def as_rank(program: Program, rank: int) -> tuple[Program, RankView]:
     views = [_view(stage, rank) for stage in mine]
     groups = {axis: ranks for view in views for axis, ranks in view.groups.items()}
     stages = tuple(_bound(stage, view) for stage, view in zip(mine, views, strict=True))
-    coordinate = {STAGES: program.mesh.index(rank, STAGES), **views[0].coordinate}
+    coordinate = {STAGES: position_of(program, rank), **views[0].coordinate}
     view = RankView(rank, coordinate, groups, tuple(stage.index for stage in mine))
     return _only_stages(program, stages), view
 

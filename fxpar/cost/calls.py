@@ -28,6 +28,7 @@ from fxpar.cost.ops import SizesOf, flops, is_kernel, is_plain, local_metas, tou
 from fxpar.cost.polynomial import Polynomial, fitted, sent_bytes, sizes_of
 from fxpar.ir.exec_graph import Communication, Part, Program, collective_kind
 from fxpar.ir.graph import TensorMeta
+from fxpar.ir.handover import Handover
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.node_meta import comm_of, fqn_of, is_backward, local_meta, wanted_dists
 from fxpar.ir.pipeline_graph import PipelineGraph
@@ -223,9 +224,22 @@ def handed_on_s(program: PipelineGraph, stage: int, kind: str, cluster: ClusterS
     """Seconds of the messages with which a rank of `stage` hands a micro-batch to the next stage ("sent") or its
     gradients to the one before ("sent_grad").
     """
+    if program.strategy.by_stage:
+        handed = [one for one in program.handovers if (one.stage, one.kind) == (stage, kind)]
+        return sum((_handover_s(program, one, cluster) for one in handed), Polynomial())
     here = program.stages[stage]
     there = program.stages[(stage + (1 if kind == "sent" else -1)) % len(program.stages)]
     pairs = zip(here.mesh.ranks, there.mesh.ranks, strict=True)
     between = any(cluster.node_of(one) != cluster.node_of(other) for one, other in pairs)
     sent = [stored.local for stored in here.given(kind).values()]
     return sent_bytes(here, sent) * (1 / cluster.bytes_per_s(between)) + Polynomial(len(sent) * cluster.latency_s)
+
+
+def _handover_s(program: PipelineGraph, handed: Handover, cluster: ClusterSpec) -> Polynomial:
+    """Seconds of one value between stages that lie otherwise: of the rank that sends or receives most of it."""
+    samples = sizes_of(program)
+    nbytes = [max(handed.bytes_of_busiest(one.dims, received=side) for side in (False, True)) for one in samples]
+    pairs = handed.messages(samples[0].dims)
+    between = any(cluster.node_of(one.source) != cluster.node_of(one.target) for one in pairs)
+    latency_s = handed.most_messages(samples[0].dims) * cluster.latency_s
+    return fitted(nbytes, samples[0]) * (1 / cluster.bytes_per_s(between)) + Polynomial(latency_s)

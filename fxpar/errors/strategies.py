@@ -36,8 +36,8 @@ class RuleConflictError(FxparError):
 class RuleGlobError(FxparError):
     """A rule of a strategy whose glob matches no module."""
 
-    def __init__(self, glob: str, modules: Iterable[str]) -> None:
-        super().__init__(f"rule {glob!r} of the strategy matches no module of the model{_near_modules(glob, modules)}")
+    def __init__(self, glob: str, modules: Iterable[str], of: str = "the model") -> None:
+        super().__init__(f"rule {glob!r} of the strategy matches no module of {of}{_near_modules(glob, modules)}")
 
 
 class RuleHeadsError(FxparError):

@@ -28,7 +28,7 @@ PRICES = {"tokens": Sizes.NOMINAL, "bytes_per_float": 2, "bytes_per_collective":
 
 def heading(model: str, strategy: Strategy, dims: Sequence[Dim], stages: Sequence[int] = ()) -> Document:
     """What every answer begins with."""
-    found: Document = {"model": model, **strategy.to_json(), "mesh": [list(axis) for axis in strategy.mesh.axes]}
+    found: Document = {"model": model, **strategy.to_json(), "mesh": [list(axis) for axis in strategy.axes]}
     found["sizes"] = {d.name: d.example for d in dims}
     return found | ({"pipeline_stages": list(stages)} if stages else {})
 
@@ -69,7 +69,7 @@ def _value(known: Placed, nodes: tuple[fx.Node, ...]) -> Document:
         **_place(first),
         "decided": decided_by(strategy, info) if info and is_param else {"by": "search"},
         "axes": [_axis(known, choice) for choice in choices],
-        "undecided_axes": [name for name, degree in strategy.mesh.axes if degree > 1 and name not in ROLE_AXES],
+        "undecided_axes": [name for name, degree in strategy.axes if degree > 1 and name not in ROLE_AXES],
     }
     chosen = set(nodes)
     made = [m for m in known.moves if resolve(m.value)[0] in chosen]

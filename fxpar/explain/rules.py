@@ -12,13 +12,20 @@ from fxpar.ir.strategy import Strategy
 
 
 def rules_document(program: Program, found: Sequence[CollectiveTraffic]) -> Document:
-    """{"rules": [...], "borders": [...]}; nothing without rules."""
-    strategy = program.strategy
-    if not strategy.rules:
+    """{"rules": [...], "borders": [...]}; nothing without rules. Stages that differ have their own."""
+    own = bool(program.strategy.by_stage)
+    parts = [
+        (part, [each for each in found if each.stage == index or not own])
+        for index, part in enumerate(program.placed if own else (program,))
+        if part.strategy.rules
+    ]
+    if not parts:
         return {}
     return {
-        "rules": [_rule(program, index) for index in range(len(strategy.rules))],
-        "borders": _borders(strategy, found),
+        "rules": [_rule(part, index) for part, _ in parts for index in range(len(part.strategy.rules))],
+        "borders": sorted(
+            (row for part, mine in parts for row in _borders(part.strategy, mine)), key=lambda row: -row["wire_bytes"]
+        ),
     }
 
 
@@ -34,29 +41,26 @@ def _rule(program: Program, index: int) -> Document:
 
 
 def _borders(strategy: Strategy, found: Sequence[CollectiveTraffic]) -> list[Document]:
-    """Activations that move from modules of one role to modules of another, the most bytes first. What the modules
-    would send in any neighbourhood is part of it: tp under sp gathers its tokens whoever made them.
+    """Activations that move from modules of one role to modules of another. What the modules would send in any
+    neighbourhood is part of it: tp under sp gathers its tokens whoever made them.
     """
     rows: dict[tuple[int | None, int | None], list[CollectiveTraffic]] = defaultdict(list)
     for each in found:
         ends = strategy.rule_of(each.module), strategy.rule_of(each.reader)
         if each.what == "activations" and ends[0] != ends[1]:
             rows[ends].append(each)
-    return sorted(
-        (
-            {
-                "from": _named(strategy, made),
-                "to": _named(strategy, read),
-                "collectives": [
-                    {"kind": kind, "axis": axis, "calls": calls}
-                    for (kind, axis), calls in Counter((e.comm.kind, e.comm.axis) for e in group).items()
-                ],
-                "wire_bytes": round(sum(each.wire_bytes for each in group)),
-            }
-            for (made, read), group in rows.items()
-        ),
-        key=lambda row: -row["wire_bytes"],
-    )
+    return [
+        {
+            "from": _named(strategy, made),
+            "to": _named(strategy, read),
+            "collectives": [
+                {"kind": kind, "axis": axis, "calls": calls}
+                for (kind, axis), calls in Counter((e.comm.kind, e.comm.axis) for e in group).items()
+            ],
+            "wire_bytes": round(sum(each.wire_bytes for each in group)),
+        }
+        for (made, read), group in rows.items()
+    ]
 
 
 def _named(strategy: Strategy, rule: int | None) -> str:

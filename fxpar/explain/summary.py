@@ -26,7 +26,7 @@ def summary_document(program: Program, found: Sequence[CollectiveTraffic]) -> Do
     params, sent_on = _params(program, found), _messages(program).values()
     return {
         "kind": "summary",
-        "axes": [{"axis": a, "degree": d, "does": _does(strategy, a, params)} for a, d in strategy.mesh.axes],
+        "axes": _axes_document(program, params),
         "params": params,
         "weight_bytes": _weight_bytes(program),
         "modules": _modules(program, found),
@@ -41,6 +41,16 @@ def summary_document(program: Program, found: Sequence[CollectiveTraffic]) -> Do
         **rules_document(program, found),
         **noted(program.notes),
     }
+
+
+def _axes_document(program: Program, params: Sequence[Document]) -> list[Document]:
+    """What each axis is for; of stages that differ, what each axis of each stage is for."""
+    strategy = program.strategy
+    rows: list[Document] = [{"axis": a, "degree": d, "does": _does(strategy, a, params)} for a, d in strategy.axes]
+    for index, stage in enumerate(strategy.by_stage):
+        mine = [row for row in params if index in row["stages"]]
+        rows += [{"stage": index, "axis": a, "degree": d, "does": _does(stage, a, mine)} for a, d in stage.axes]
+    return rows
 
 
 def _modules(program: Program, found: Sequence[CollectiveTraffic]) -> list[Document]:
@@ -61,11 +71,7 @@ def _messages(program: Program) -> dict[str, list[int]]:
         return {}
     dims = run_dims(program)
     return {
-        what: [
-            stored.local.numel(dims) * stored.local.dtype.itemsize
-            for stage in program.stages
-            for stored in stage.given(kind).values()
-        ]
+        what: [each.bytes_of_busiest(dims) for each in program.handovers if each.kind == kind]
         for kind, what in (("sent", "activations"), ("sent_grad", "gradients"))
     }
 
@@ -82,10 +88,10 @@ def _params(program: Program, found: Sequence[CollectiveTraffic]) -> list[Docume
         for info, stored in zip(placed.inputs, placed.stored_inputs, strict=True):
             if info.kind != "param":
                 continue
-            decided, text = decided_by(program.strategy, info), stored.dist.describe(stored.meta.shape)
+            decided, text = decided_by(placed.strategy, info), stored.dist.describe(stored.meta.shape)
             key = (starred(info.fqn), text, decided.get("glob"))
             first = {"name": key[0], "count": 0, "stored": text, "cut_by": sorted(_axes(stored.dist))}
-            over = program.strategy.data_axes_of(info.fqn) if program.strategy.zero_of(info.fqn) else ""
+            over = placed.strategy.data_axes_of(info.fqn) if placed.strategy.zero_of(info.fqn) else ""
             first["work_cut_by"] = sorted(_axes(stored.dist, but=over))
             row = rows.setdefault(key, {**first, "override": key[2]})
             row["count"] += info.fqn not in seen
@@ -142,7 +148,8 @@ def _does(strategy: Strategy, axis: str, params: Sequence[Document]) -> str:
             return f"data-parallel replicas, each with its own micro-batch; gradients are summed over them{zero}"
         case "stages":
             plan = strategy.pipeline
-            return f"splits the model into {strategy.stages} stages, run with schedule {plan.schedule}"
+            each = ", each under a strategy of its own" if strategy.by_stage else ""
+            return f"splits the model into {strategy.stages} stages{each}, run with schedule {plan.schedule}"
         case "tokens" if axis in strategy.bin_axes:
             return f"shards the tokens of a micro-batch, packed in bins that no document crosses{zero}"
         case "tokens":

@@ -17,6 +17,7 @@ USES: dict[str, Use] = {
 }
 AXES = tuple(USES)
 REPLICAS, STAGES = "dp", "pp"
+RANKS = "ranks"  # the one axis of a mesh that is no grid: of pipeline stages with meshes of their own
 ROLE_AXES = ("tp", "cp", "rows")  # inside of a replica, in the order in which placements are searched
 BINS = "rows"  # the axis that cuts tokens between documents: a replica packs a bin for each of its coordinates
 

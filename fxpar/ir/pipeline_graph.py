@@ -1,7 +1,8 @@
 """`PipelineGraph`: what the ranks run under a strategy with pipeline stages, one `StageProgram` per stage.
 
 Each stage has a mesh of its own (see `Strategy.mesh`). With several stages per rank (interleaved schedules) the stages
-s, s + pp ... have the same one.
+s, s + pp ... have the same one. Stages may differ in strategy (`Strategy.by_stage`): what goes between them is cut anew
+on its way.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Any
 
 from torch import fx
 
+from fxpar.ir.axes import STAGES
 from fxpar.ir.exec_graph import ExecGraph, Part, Program, Stored
-from fxpar.ir.graph import TensorMeta, run_dims
+from fxpar.ir.graph import run_dims
+from fxpar.ir.handover import Handover
 from fxpar.ir.mesh import Mesh
 
 
@@ -79,6 +82,12 @@ class PipelineGraph(Program):
         """The stages that a rank runs."""
         return tuple(stage for stage in self.stages if rank in stage.mesh)
 
+    def column_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks that a small result of one stage goes to together: those at the place of `rank` in their stages;
+        all ranks where stages have meshes of their own.
+        """
+        return self.mesh.ranks if self.strategy.by_stage else self.mesh.group_of(rank, (STAGES,))
+
     @property
     def placed(self) -> tuple[Program, ...]:
         return self.stages
@@ -88,8 +97,8 @@ class PipelineGraph(Program):
         return {f"stage{s.index}.{name}": part for s in self.stages for name, part in s.parts.items()}
 
     def collectives(self) -> dict[str, int]:
-        """Number of collectives of each kind on all stages, and of messages between stages (`send`)."""
-        sends = {"send": len(self.transfers)} if self.transfers else {}
+        """Number of collectives of each kind on all stages, and of values that go between stages (`send`)."""
+        sends = {"send": len(self.handovers)} if self.handovers else {}
         return {**super().collectives(), **sends}
 
     def collective_bytes(self, sizes: dict[str, int] | None = None) -> int:
@@ -98,19 +107,21 @@ class PipelineGraph(Program):
         total: dict[Mesh, int] = defaultdict(int)
         for stage in self.stages:
             total[stage.mesh] += stage.collective_bytes(sizes)
-        for index, _, meta in self.transfers:
-            total[self.stages[index].mesh] += meta.numel(dims) * meta.dtype.itemsize
+        for each in self.handovers:
+            total[self.stages[each.stage].mesh] += each.bytes_of_busiest(dims)
         return max(total.values())
 
-    @property
-    def transfers(self) -> list[tuple[int, str, TensorMeta]]:
-        """(sending stage, name, what one rank sends) of all messages of a micro-batch."""
-        return [
-            (stage.index, fqn, stored.local)
+    @functools.cached_property
+    def handovers(self) -> tuple[Handover, ...]:
+        """What goes between stages in a micro-batch."""
+        return tuple(
+            Handover(
+                sent, fqn, stage.index, stage.index + step, given, self.stages[stage.index + step].taken(kind)[fqn]
+            )
             for stage in self.stages
-            for kind in ("sent", "sent_grad")
-            for fqn, stored in stage.given(kind).items()
-        ]
+            for sent, kind, step in (("sent", "received", 1), ("sent_grad", "received_grad", -1))
+            for fqn, given in stage.given(sent).items()
+        )
 
 
 def side_by_side(program: Program, names: Callable[[Any], Sequence[str]], last_first: bool = False) -> list[str]:
@@ -130,6 +141,11 @@ def side_by_side(program: Program, names: Callable[[Any], Sequence[str]], last_f
             share, before = (before + sizes[fqn] * last_first) / whole, before + sizes[fqn]
             at[fqn] = share if fqn not in at else (max if last_first else min)(at[fqn], share)
     return sorted(at, key=at.__getitem__)
+
+
+def position_of(program: Program, rank: int) -> int:
+    """The place of a rank in the pipeline; 0 without stages."""
+    return next(place for place, placed in enumerate(program.placed) if rank in placed.mesh)
 
 
 TrainGraph = ExecGraph | PipelineGraph

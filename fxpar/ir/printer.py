@@ -85,9 +85,8 @@ def header(graph: AnyGraph) -> list[str]:
     stage = next(name for kind, name in _STAGES.items() if isinstance(graph, kind))
     lines = [f"fxpar {stage} graph of {graph.name}"]
     if not isinstance(graph, LogicalGraph):
-        mesh = graph.strategy.mesh
-        axes = " x ".join(f"{axis}{degree}" for axis, degree in mesh.axes)
-        lines.append(f"strategy {graph.strategy}: mesh {axes}, {mesh.size} rank{'s' * (mesh.size != 1)}")
+        axes, ranks = " x ".join(f"{axis}{degree}" for axis, degree in graph.strategy.axes), graph.strategy.world
+        lines.append(f"strategy {graph.strategy}: mesh {axes}, {ranks} rank{'s' * (ranks != 1)}")
         lines += [f"override {pattern}={placement}" for pattern, placement in graph.strategy.overrides]
     for dim in graph.dims:
         text, divisor = f"dim {dim.name}: {dim.example} in the example", graph.divisors.get(dim.name, 1)

@@ -55,10 +55,11 @@ def stage_list(graph: PipelineGraph) -> list[str]:
         held_by, share = stage.mesh.ranks, graph.flops[i] / (sum(graph.flops) or 1)
         ranks = f"ranks {held_by[0]}-{held_by[-1]}" if len(held_by) > 1 else f"rank {held_by[0]}"
         lines.append(f"  {i} on {ranks}, from {graph.cuts[i - 1] if i else 'the start'}, {share:.0%} of the FLOPs")
-        for kind, to in (("sent", i + 1), ("sent_grad", i - 1)):
-            for fqn, stored in stage.given(kind).items():
-                size = stored.local.numel(run_dims(graph)) * stored.local.dtype.itemsize
-                lines.append(f"    %{fqn} : {stored.local} to stage {to}, {size:,} bytes")
+        for each in graph.handovers:
+            if each.stage == i:
+                size = each.bytes_of_busiest(run_dims(graph))
+                lies = "" if each.alike else f", which has it as {each.taken.dist.describe(each.taken.meta.shape)}"
+                lines.append(f"    %{each.fqn} : {each.given.local} to stage {each.to}{lies}, {size:,} bytes")
         lines += [f"    {fqn} is on other stages too" for fqn in stage.taken("param") if held[fqn] > 1]
     found = sent(graph)
     return [*lines, "  the busiest rank, messages and collectives:", *(f"    {line}" for line in found.lines())]

@@ -68,7 +68,7 @@ def sent_by_axis(program: Program, sizes: Mapping[str, int] | None = None) -> di
     together counts for their names joined by ".", a message between stages for "pp".
     """
     sums = _Sums.of(program, sizes)
-    order = program.strategy.mesh.names
+    order = tuple(dict.fromkeys(name for each in (program, *program.placed) for name, _ in each.strategy.axes))
 
     def place(axis: str) -> list[int]:
         return [order.index(name.partition(":")[0]) for name in axis.split(".")]  # of a sub-axis that of the whole one
@@ -117,8 +117,8 @@ def _by_mesh(program: Program, dims: Mapping[Any, int]) -> _ByMesh:
             nbytes = each.wire_bytes(stage.mesh.degree(each.axis), dict(dims))
             found[stage.mesh][each.axis, each.part in ONCE] += nbytes
     if isinstance(program, PipelineGraph):
-        for index, _, meta in program.transfers:
-            found[program.stages[index].mesh][STAGES, False] += meta.numel(dict(dims)) * meta.dtype.itemsize
+        for each in program.handovers:
+            found[program.stages[each.stage].mesh][STAGES, False] += each.bytes_of_busiest(dims)
     return found
 
 

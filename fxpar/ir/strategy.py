@@ -13,6 +13,11 @@ says so, see `fxpar.annotate.roles`). Rules in brackets at the end say what some
 `fxpar.ir.module_rules`):
 
     dp2.tp4+sp[*.self_attn: cp4; lm_head: tp4]
+
+Pipeline stages that differ are written one by one, with '>' between them; they need not have as many ranks each. What
+is said of the whole pipeline, the schedule and where stages begin, stands with the first of them:
+
+    tp4+zb_h1+cut(layers.10) > tp2.rows2 > tp2+chunks(8)
 """
 
 from __future__ import annotations
@@ -20,15 +25,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxpar.errors import OverrideError, StrategySyntaxError, WorldSizeError
-from fxpar.ir.axes import BINS, REPLICAS, ROLE_AXES, STAGES, USES, data_axes
+from fxpar.ir.axes import BINS, RANKS, REPLICAS, ROLE_AXES, STAGES, USES, data_axes
 from fxpar.ir.dist_config import Placement, R, Shard
 from fxpar.ir.mesh import Mesh
-from fxpar.ir.module_rules import ModuleRule, atoms, governing, joined
+from fxpar.ir.module_rules import ModuleRule, atoms, governing, joined, split_outside
 from fxpar.ir.remat import Remat
 from fxpar.ir.strategy_text import MOST_RANKS, Pipeline, parse_axes, parse_flags, parse_rules, split_rules
 
@@ -47,6 +52,8 @@ class Strategy:
     `overrides` maps a glob over parameter FQNs to `S(dim)@tp` or `R@tp`; the first glob that matches wins over what the
     search would choose. `roles` are axes with the names of their roles, where another package says what an axis
     is used for. `rules` are what some modules do otherwise. The loss over the vocabulary runs in `chunks` of tokens.
+    `by_stage` are the strategies of pipeline stages that are written one by one, each on the ranks behind those of the
+    one before: they then say all of this but `pipeline` and `overrides`, and `axes` is no more than their number.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -59,6 +66,7 @@ class Strategy:
     offset: int = 0
     rules: tuple[ModuleRule, ...] = ()
     chunks: int = 1
+    by_stage: tuple[Strategy, ...] = ()
 
     @classmethod
     def parse(cls, text: str, *, world: int | None = None, overrides: Mapping[str, str] | None = None) -> Strategy:
@@ -68,18 +76,15 @@ class Strategy:
         """
         if not isinstance(text, str):
             raise StrategySyntaxError(repr(text), repr(text), "it is not text")
-        outside, inside = split_rules(text.strip())
-        axis_text, *flags = outside.split("+")
-        axes, found = parse_axes(text, axis_text), parse_flags(text, flags)
-        found["chunks"] = found["chunks"] or 1
-        rules = () if inside is None else parse_rules(text, inside)
-        strategy = cls(axes, **found, overrides=tuple((overrides or {}).items()), rules=rules)
+        written = [part.strip() for part in split_outside(text, ">")]
+        if len(written) > 1 and not all(written):
+            raise StrategySyntaxError(text, ">", "a pipeline stage stands on each side of it, such as tp4 > tp2.rows2")
+        parts = [_parse_part(text, part) for part in written]
+        strategy = parts[0] if len(parts) == 1 else _of_stages(text, written, parts)
+        strategy = replace(strategy, overrides=tuple((overrides or {}).items()))
         if strategy.world > MOST_RANKS:
-            raise StrategySyntaxError(text, axis_text, f"{strategy.world:,} ranks are more than {MOST_RANKS:,}")
-        if rules:
-            strategy.atoms  # noqa: B018  raises where degrees do not fit
+            raise StrategySyntaxError(text, text, f"{strategy.world:,} ranks are more than {MOST_RANKS:,}")
         _check_pipeline(text, strategy)
-        _check_roles(text, strategy)
         for pattern, placement in strategy.overrides:
             parse_override(pattern, placement)
         if world is not None:
@@ -94,8 +99,10 @@ class Strategy:
     @cached_property
     def mesh(self) -> Mesh:
         """The ranks. Pipeline stages are blocks of consecutive ranks wherever pp stands (Megatron's convention); inside
-        of a stage, and without stages, the last axis is the fastest.
+        of a stage, and without stages, the last axis is the fastest. Stages that are written one by one are no grid.
         """
+        if self.by_stage:
+            return Mesh(((RANKS, self.world),), self.offset)
         steps, step = {}, 1
         for name, degree in sorted(reversed(self.axes), key=lambda axis: axis[0] == STAGES):
             steps[name] = step
@@ -105,10 +112,14 @@ class Strategy:
     @property
     def world(self) -> int:
         """Number of ranks the strategy needs."""
+        if self.by_stage:
+            return sum(stage.world for stage in self.by_stage)
         return math.prod(degree for _, degree in self.axes)
 
     def degree(self, axis: str) -> int:
-        """Degree of `axis` or of a sub-axis; 1 if the strategy does not name it."""
+        """Degree of `axis` or of a sub-axis; 1 if the strategy does not name it. Of stages that differ the highest."""
+        if self.by_stage:
+            return len(self.by_stage) if axis == STAGES else max(stage.degree(axis) for stage in self.by_stage)
         return self.mesh.degree(axis)
 
     @property
@@ -128,6 +139,9 @@ class Strategy:
 
     def of_stage(self, stage: int) -> Strategy:
         """What a pipeline stage runs under. With several stages per rank, s, s + pp ... have the same ranks."""
+        if self.by_stage:
+            before = sum(one.world for one in self.by_stage[:stage])
+            return replace(self.by_stage[stage], offset=self.offset + before, overrides=self.overrides)
         axes = tuple(axis for axis in self.axes if axis[0] != STAGES) or SINGLE.axes
         ranks = self.mesh.at(STAGES, stage % self.pipeline_size)
         return replace(self, axes=axes, pipeline=Pipeline(), offset=ranks.offset)
@@ -185,6 +199,8 @@ class Strategy:
     @property
     def most_zero(self) -> int:
         """The highest ZeRO level of any parameter."""
+        if self.by_stage:
+            return max(stage.most_zero for stage in self.by_stage)
         return max(self.zero, *(rule.zero or 0 for rule in self.rules)) if self.rules else self.zero
 
     def remat_of(self, fqn: str) -> Remat | None:
@@ -200,6 +216,8 @@ class Strategy:
     @property
     def most_chunks(self) -> int:
         """The most that the strategy or a rule says; 1 where nothing is cut."""
+        if self.by_stage:
+            return max(stage.most_chunks for stage in self.by_stage)
         return max(self.chunks, *(rule.chunks or 1 for rule in self.rules)) if self.rules else self.chunks
 
     @property
@@ -220,14 +238,20 @@ class Strategy:
 
     @property
     def token_parts(self) -> int:
-        """In how many parts tokens are cut, where they are cut most."""
+        """In how many parts tokens are cut, where they are cut most; of stages that differ what is all of theirs."""
+        if self.by_stage:
+            return math.lcm(*(stage.token_parts for stage in self.by_stage))
         layouts = [None, *(i for i, rule in enumerate(self.rules) if rule.axes)]
         cut = [a for a in self.atoms if any(self.cuts_tokens_in(a, layout) for layout in layouts)]
         return math.prod(map(self.degree, cut))
 
     @property
     def bins(self) -> int:
-        """In how many bins of equal length the documents of a micro-batch are packed; none crosses two."""
+        """In how many bins of equal length the documents of a micro-batch are packed; none crosses two. The bins of
+        every stage are whole bins.
+        """
+        if self.by_stage:
+            return math.lcm(*(stage.bins for stage in self.by_stage))
         return math.prod(map(self.degree, self.bin_axes))
 
     @property
@@ -239,9 +263,13 @@ class Strategy:
     def placing(self) -> Strategy:
         """The same without what saves memory alone: two strategies that are equal so place every value alike."""
         rules = tuple(replace(rule, zero=None, remat=None, chunks=None) for rule in self.rules if rule.axes)
-        return replace(self, zero=0, remat=None, chunks=1, rules=rules)
+        by_stage = tuple(stage.placing() for stage in self.by_stage)
+        return replace(self, zero=0, remat=None, chunks=1, rules=rules, by_stage=by_stage)
 
     def __str__(self) -> str:
+        if self.by_stage:
+            first, *others = self.by_stage
+            return " > ".join(map(str, [replace(first, pipeline=self.pipeline), *others]))
         flags = ["sp"] * self.sp + ([f"zero{self.zero}"] if self.zero else [])
         flags += [str(self.remat)] * (self.remat is not None) + [f"chunks({self.chunks})"] * (self.chunks > 1)
         flags += self.pipeline.flags()
@@ -274,6 +302,37 @@ def of_degrees(replicas: int = 1, stages: int = 1, tokens: int = 1, weights: int
     return Strategy(axes or SINGLE.axes, sp=weights > 1, zero=zero)
 
 
+def _parse_part(text: str, part: str) -> Strategy:
+    """The strategy of all ranks, or one of several between '>'."""
+    outside, inside = split_rules(part)
+    axis_text, *flags = outside.split("+")
+    axes, found = parse_axes(text, axis_text), parse_flags(text, flags)
+    found["chunks"] = found["chunks"] or 1
+    strategy = Strategy(axes, **found, rules=() if inside is None else parse_rules(text, inside))
+    if strategy.rules:
+        strategy.atoms  # noqa: B018  raises where degrees do not fit
+    _check_roles(text, strategy)
+    return strategy
+
+
+def _of_stages(text: str, written: Sequence[str], parts: Sequence[Strategy]) -> Strategy:
+    """The strategy whose stages are `parts`, `written` so."""
+    for part, stage in zip(written, parts, strict=True):
+        if STAGES in dict(stage.axes):
+            raise StrategySyntaxError(text, part, f"what stands between '>' is one stage, without a {STAGES} axis")
+        if stage is not parts[0] and stage.pipeline != _UNSTAGED:
+            raise StrategySyntaxError(text, part, "a schedule and cuts are of all stages; write them with the first")
+        if stage is not parts[-1] and stage.most_chunks > 1:
+            raise StrategySyntaxError(text, part, "the loss is on the last stage; write its chunks there")
+        if stage.replicas != parts[0].replicas:
+            why = f"all stages have as many replicas, the first one {parts[0].replicas} and this one {stage.replicas}"
+            raise StrategySyntaxError(text, part, f"{why}; what cuts the tokens of a replica is {BINS}")
+    if parts[0].pipeline.virtual > 1:
+        raise StrategySyntaxError(text, written[0], "a stage that is written has one place: 1f1b, gpipe or zb_h1")
+    stages = (replace(parts[0], pipeline=_UNSTAGED), *parts[1:])
+    return Strategy(((STAGES, len(parts)),), pipeline=parts[0].pipeline, by_stage=stages)
+
+
 def _check_roles(text: str, strategy: Strategy) -> None:
     """Each role is of another axis, which the strategy has, and which a search places on."""
     axes = [axis for axis, _ in strategy.roles]
@@ -287,7 +346,7 @@ def _check_roles(text: str, strategy: Strategy) -> None:
 
 
 def _check_pipeline(text: str, strategy: Strategy) -> None:
-    """Schedules and cuts need stages, and cuts one per boundary."""
+    """Schedules and cuts need stages, and there is one cut per boundary."""
     flags = strategy.pipeline.flags()
     if flags and strategy.pipeline_size == 1:
         raise StrategySyntaxError(text, flags[0], "it needs a pp axis, such as pp2")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from fxpar.annotate.module_rules import check_rules
 from fxpar.annotate.policy import resolve_overrides
 from fxpar.errors import RematGlobError
 from fxpar.flow import padding_hazard
@@ -32,10 +33,11 @@ def lower_pipeline(
 ) -> PipelineGraph:
     """Cut `logical` as the strategy says and run the passes on every stage, without the pp axis.
 
-    A value that goes from one stage to the next lies alike on both: tokens cut over cp, and over tp under sequence
-    parallelism, else whole. `on_pass` is called for each stage in turn.
+    A value that goes from one stage to the next has its tokens cut on each as that one's strategy cuts them: over cp,
+    and over tp under sequence parallelism, else it is whole. `on_pass` is called for each stage in turn.
 
-    Raises the errors of `cut_stages`, OverrideError, RematGlobError, RematBudgetError.
+    Raises the errors of `cut_stages`, OverrideError, RuleGlobError, RuleConflictError, RematGlobError and
+    RematBudgetError.
     """
     staged = cut(logical, strategy)
     started = time.process_time()
@@ -68,7 +70,11 @@ def cut(logical: LogicalGraph, strategy: Strategy) -> StagedGraph:
     """The stages of `logical` under the strategy. Raises as `lower_pipeline` does, but RematBudgetError."""
     resolve_overrides(logical, strategy)  # a glob may match on one stage only, but must match somewhere
     _check_remat(logical, strategy)
-    return cut_stages(logical, strategy.stages, cuts=strategy.pipeline.cuts or None)
+    staged = cut_stages(logical, strategy.stages, cuts=strategy.pipeline.cuts or None)
+    for stage, own in zip(staged.stages, strategy.by_stage, strict=False):  # what is said of a stage, holds on it
+        check_rules(stage, own, f"stage {stage.index}")
+        _check_remat(stage, own)
+    return staged
 
 
 def _lower_stage(
@@ -92,6 +98,7 @@ def strategy_of_stage(stage: StageGraph, strategy: Strategy) -> Strategy:
 
 
 def _check_remat(logical: LogicalGraph, strategy: Strategy) -> None:
+    """Raises RematGlobError."""
     if strategy.remat is not None and strategy.remat.mode == "modules":
         known = _modules(logical)
         for glob in strategy.remat.globs:

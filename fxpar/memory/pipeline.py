@@ -76,7 +76,7 @@ def pipeline_peak(
     program: PipelineGraph, plan: Schedule, position: int, dims: Mapping[sympy.Symbol, int], conditions: Conditions
 ) -> RankPeak:
     """The peak of the ranks at `position` of the pipeline: of the first and the last place on each axis of a stage."""
-    mesh = program.stages[0].mesh
+    mesh = program.stages[position].mesh
     last = {axis: degree - 1 for axis, degree in mesh.axes}
     places: list[dict[str, int]] = [{}, last] if mesh.size > 1 else [{}]
     return rank_peak(program, plan, position, dims, places, conditions)

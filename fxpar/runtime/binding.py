@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from fxpar.ir.axes import STAGES
+from fxpar.ir.graph import run_dims
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.runtime.bound import BoundGraph, bind
 from fxpar.runtime.channels import Channels, ProcessGroupChannels
@@ -32,13 +33,26 @@ def bind_here(
     if not isinstance(program, PipelineGraph):
         return bind(program, rank, process_groups.names(program.mesh, program.axes()), compile=compile)
     names = {stage.index: process_groups.names(stage.mesh, stage.axes()) for stage in program.stages}
-    columns = process_groups.to_make(program.mesh, (STAGES,))
+    is_grid = not program.strategy.by_stage
+    columns = process_groups.to_make(program.mesh, (STAGES,)) if is_grid else [program.mesh.ranks]
     made = {column: process_groups.of(column) for column in columns}
-    mine = made[program.mesh.group_of(rank, (STAGES,))]
+    mine = made[program.column_of(rank)]
     if channels is None:
-        pairs = [pair for column in columns for pair in _neighbours(column)]
+        pairs = [pair for column in columns for pair in _neighbours(column)] if is_grid else _pairs(program)
         channels = ProcessGroupChannels.make(pairs, process_groups, device or torch.device("cpu"))
     return BoundPipeline(program, rank, names, channels, mine, compile)
+
+
+def _pairs(program: PipelineGraph) -> list[tuple[int, int]]:
+    """(sender, receiver) of all messages between stages that are no grid; they are the same at any length."""
+    dims = run_dims(program)
+    found = (
+        (each.source, each.target)
+        for handover in program.handovers
+        for replica in range(program.strategy.replicas)
+        for each in handover.messages(dims, replica)
+    )
+    return list(dict.fromkeys(found))
 
 
 def _neighbours(column: tuple[int, ...]) -> list[tuple[int, int]]:

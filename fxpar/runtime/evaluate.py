@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from fxpar.batching import GroupPlan, MicroBatch
 from fxpar.batching.collate import collate
 from fxpar.errors import EvaluateLossError, EvaluateStagesError, muted_warnings
-from fxpar.ir.axes import REPLICAS
 from fxpar.ir.graph import COUNT, Averaged, LogicalGraph
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.losses import LossFunction, with_metrics
@@ -23,7 +22,7 @@ from fxpar.lowering import lower
 from fxpar.runtime.binding import bind_here
 from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.engine import Engine
-from fxpar.runtime.micro import MicroRun, replica_of, row_of, sequence_length
+from fxpar.runtime.micro import MicroRun, is_first_of_replica, replica_of, row_of, sequence_length
 from fxpar.runtime.pipeline import BoundPipeline
 from fxpar.runtime.report import Evaluated, metrics_of
 from fxpar.switch import layout_of
@@ -92,8 +91,7 @@ class Evaluation:
         program, rank = self.engine.bound[name].program, self.engine.bound[name].rank
         mine = group.replicas[replica_of(program, rank)]
         found = dict.fromkeys(self._names(), 0.0)
-        others = [axis for axis in program.mesh.names if axis != REPLICAS]
-        counts = all(program.mesh.index(rank, axis) == 0 for axis in others)
+        counts = is_first_of_replica(program, rank)
         for turn in range(group.slots):
             # Replicas make equally many calls, as the first one moves weights between all ranks.
             micro = mine[turn] if turn < len(mine) else _shortest(sequences, group)

@@ -79,7 +79,13 @@ def as_one_sequence(inputs: Sequence[Input], batch: Mapping[str, Tensor], index:
 
 def replica_of(program: Program, rank: int) -> int:
     """The data-parallel replica of a rank."""
-    return program.mesh.index(rank, REPLICAS)
+    return next(placed.mesh.index(rank, REPLICAS) for placed in program.placed if rank in placed.mesh)
+
+
+def is_first_of_replica(program: Program, rank: int) -> bool:
+    """Whether a rank is the first one of its replica."""
+    mesh = program.placed[0].mesh
+    return rank in mesh and all(mesh.index(rank, axis) == 0 for axis in mesh.names if axis != REPLICAS)
 
 
 def local_batch(

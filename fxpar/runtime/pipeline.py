@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.cost.flowing import flowing_pace
-from fxpar.ir.axes import STAGES
 from fxpar.ir.exec_graph import Stored
+from fxpar.ir.handover import Handover, Span
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.runtime.arrivals import Arrivals
 from fxpar.runtime.channels import Channels, PendingMessage
-from fxpar.runtime.micro import MicroRun, local_batch
+from fxpar.runtime.micro import MicroRun, local_batch, replica_of
 from fxpar.runtime.padding import batch_dims
 from fxpar.runtime.runner import Backend, Made, unheard
 from fxpar.runtime.spans import NO_SPANS, Spans
@@ -28,7 +28,7 @@ from fxpar.schedule import Action, Receive, Schedule, Send, Step, Transfer, Wait
 from fxpar.schedule.mini_batch import Pace
 
 _HALVES: dict[str, Half] = {"B": "backward", "I": "input_part", "W": "weight_part"}
-_RECEIVED = {"activation": "received", "gradient": "received_grad"}
+_SENT = {"activation": "sent", "gradient": "sent_grad"}
 
 
 def plan_pipeline(program: PipelineGraph, micro_batches: int) -> Schedule:
@@ -61,6 +61,22 @@ def forward_only(program: PipelineGraph, micro_batches: int) -> Schedule:
     return Schedule("forward", ranks, micro_batches, actions, virtual)
 
 
+@dataclass(frozen=True)
+class _Arriving:
+    """A message on its way to its `place` in the value `fqn`, by way of `buffer`, which may be that place itself."""
+
+    fqn: str
+    value: Tensor
+    place: Tensor
+    buffer: Tensor
+    work: PendingMessage
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.buffer is not self.place:
+            self.place.copy_(self.buffer)
+
+
 @dataclass
 class _Group:
     """What is under way: the batches, what was received, what is being sent."""
@@ -68,7 +84,7 @@ class _Group:
     micro_batches: Sequence[MicroRun]
     batches: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
     dims: dict[int, dict[sympy.Symbol, int]] = field(default_factory=dict)
-    arriving: dict[Transfer, list[tuple[str, Tensor, PendingMessage]]] = field(default_factory=dict)
+    arriving: dict[Transfer, list[_Arriving]] = field(default_factory=dict)
     received: dict[Transfer, dict[str, Tensor]] = field(default_factory=dict)
     sending: list[tuple[PendingMessage, Tensor]] = field(default_factory=list)
     left: dict[int, int] = field(default_factory=dict)  # micro-batch -> forwards on this rank that are to come
@@ -82,8 +98,7 @@ class _Group:
 class BoundPipeline:
     """One rank's stages. Call order per group: `prepare`, `run_all`, `finish`, as with `BoundGraph`.
 
-    `groups[s]` names the process groups of stage s for this rank, `column` is the group of the ranks that have this
-    rank's place in their stages.
+    `groups[s]` names the process groups of stage s for this rank, `column` is the group of `PipelineGraph.column_of`.
     """
 
     def __init__(
@@ -97,12 +112,15 @@ class BoundPipeline:
     ) -> None:
         self.program, self.rank = program, rank
         self._channels, self._column = channels, column
-        self._position = program.mesh.index(rank, STAGES)
-        self._ranks = program.mesh.group_of(rank, (STAGES,))  # those that have this rank's place in their stages
+        self._column_ranks, self._replica = program.column_of(rank), replica_of(program, rank)
         self.stages = {
             stage.index: BoundStage(stage, rank, groups[stage.index], compile) for stage in program.stages_of(rank)
         }
         self._steps: dict[int, tuple[Schedule, tuple[Step, ...]]] = {}
+        self._position = min(self.stages) % program.strategy.pipeline_size
+        self._handovers: dict[tuple[str, int], list[Handover]] = defaultdict(list)  # by kind and sending stage
+        for each in program.handovers:
+            self._handovers[each.kind, each.stage].append(each)
         self._device = torch.device("cpu")
         self._backend = compile
         mine = Counter(fqn for stage in self.stages.values() for fqn in stage.program.given("grad"))
@@ -204,8 +222,8 @@ class BoundPipeline:
         return {name: self._broadcast(mine.get(name), stored, source) for name, stored in last.given("loss").items()}
 
     def _rank_of(self, stage: StageProgram) -> int:
-        """The rank of a stage that has this one's place."""
-        return next(rank for rank in self._ranks if rank in stage.mesh)
+        """The rank of the column that says what a stage has made."""
+        return next(rank for rank in self._column_ranks if rank in stage.mesh)
 
     def _broadcast(self, value: Tensor | None, stored: Stored, source: int) -> Tensor:
         """A small result of one stage, on all stages."""
@@ -256,10 +274,13 @@ class BoundPipeline:
 
     def _send(self, step: Send, plan: Schedule, group: _Group) -> None:
         transfer = step.transfer
-        to = self._ranks[plan.rank_of(transfer.target)]
-        for tensor in group.received.pop(transfer, {}).values():
-            whole = tensor.contiguous()
-            group.sending.append((self._channels.send(whole, to), whole))
+        values = group.received.pop(transfer, {})
+        dims = group.dims[transfer.micro_batch]
+        for handover in self._handovers[_SENT[transfer.what], transfer.stage]:
+            for message in handover.messages(dims, self._replica):
+                if message.source == self.rank:
+                    piece = _part(values[handover.fqn], message.taken).contiguous()
+                    group.sending.append((self._channels.send(piece, message.target), piece))
         group.sending = [(work, tensor) for work, tensor in group.sending if not work.is_completed()]
         group.sends -= 1
         self._hand_over({}, group)
@@ -267,18 +288,27 @@ class BoundPipeline:
     def _receive(self, transfer: Transfer, plan: Schedule, group: _Group) -> None:
         self._batch(transfer.micro_batch, group)
         dims = group.dims[transfer.micro_batch]
-        source = self._ranks[plan.rank_of(transfer.stage)]
-        expected = self.stages[transfer.target].program.taken(_RECEIVED[transfer.what])
-        arriving = []
-        for fqn, stored in expected.items():
-            meta = stored.local
-            buffer = torch.empty(meta.sizes(dims), dtype=meta.dtype, device=self._device)
-            arriving.append((fqn, buffer, self._channels.receive(buffer, source)))
-        group.arriving[transfer] = arriving
+        arriving = group.arriving[transfer] = []
+        for handover in self._handovers[_SENT[transfer.what], transfer.stage]:
+            meta = handover.taken.local
+            value = torch.empty(meta.sizes(dims), dtype=meta.dtype, device=self._device)
+            for message in handover.messages(dims, self._replica):
+                if message.target == self.rank:
+                    place = _part(value, message.put)
+                    buffer = place if place.is_contiguous() else torch.empty_like(place)
+                    work = self._channels.receive(buffer, message.source)
+                    arriving.append(_Arriving(handover.fqn, value, place, buffer, work))
 
     def _wait(self, transfer: Transfer, group: _Group) -> None:
         found = {}
-        for fqn, buffer, work in group.arriving.pop(transfer):
-            work.wait()
-            found[fqn] = buffer
+        for each in group.arriving.pop(transfer):
+            each.wait()
+            found[each.fqn] = each.value
         group.received[transfer] = found
+
+
+def _part(value: Tensor, spans: Sequence[Span]) -> Tensor:
+    """A box of a tensor, with a start and stop for each dim; itself if that is all of it."""
+    if all(span == (0, size) for span, size in zip(spans, value.shape, strict=True)):
+        return value
+    return value[tuple(slice(*span) for span in spans)]

@@ -83,17 +83,28 @@ def mesh_section(views: Sequence[Viewed]) -> dict[str, Any] | None:
                 "coordinates": coordinates(view.graph.strategy),
                 "placed": placed[i],
                 "switches": switches.get(view.strategy, []),
-                "roles": roles_json(view.graph) if view.graph.strategy.rules else None,
+                "roles": roles_json(view.graph),
             }
             for i, view in enumerate(views)
         },
     }
 
 
-def roles_json(program: Program) -> dict[str, Any]:
-    """Who uses which axes for what: `atoms` inside of a replica, and a row for modules that do the same."""
-    rows = [[r.modules, r.count, r.roles, r.zero, r.remat] for r in module_roles(program)]
-    return {"atoms": list(program.strategy.atoms), "modules": rows}
+def roles_json(program: Program) -> list[dict[str, Any]]:
+    """Who uses which axes for what, where modules or stages differ: `atoms` inside of a replica, and a row for modules
+    that do the same; of stages under strategies of their own one each, by the text of that.
+    """
+    strategy = program.strategy
+    if not (strategy.rules or strategy.by_stage):
+        return []
+    return [
+        {
+            "stage": f"stage {number}: {part.strategy}" if strategy.by_stage else "",
+            "atoms": list(part.strategy.atoms),
+            "modules": [[r.modules, r.count, r.roles, r.zero, r.remat] for r in module_roles(part)],
+        }
+        for number, part in enumerate(program.placed if strategy.by_stage else (program,))
+    ]
 
 
 def parameter_kinds(layouts: Sequence[ParamLayout]) -> list[ParamKind]:
@@ -132,6 +143,9 @@ def _elements(box: tuple[tuple[int, int], ...]) -> int:
 
 def coordinates(strategy: Strategy) -> list[str]:
     """Where each rank stands: `pp1 dp0 tp3`."""
+    if strategy.by_stage:
+        stages = enumerate(strategy.by_stage)
+        return [f"{STAGES}{number} {place}".strip() for number, stage in stages for place in coordinates(stage)]
     axes = sorted((axis for axis, degree in strategy.axes if degree > 1), key=lambda axis: axis != STAGES)
     places = [strategy.mesh.coordinate(rank) for rank in range(strategy.world)]
     return [" ".join(f"{axis}{place[axis]}" for axis in axes) for place in places]

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from fxpar.ir.axes import STAGES
-from fxpar.ir.pipeline_graph import PipelineGraph
+from fxpar.ir.pipeline_graph import PipelineGraph, position_of
 from fxpar.runtime.micro import replica_of
 from fxpar.runtime.pipeline import plan_pipeline
 from fxpar.runtime.spans import RunSpan
@@ -241,7 +240,7 @@ def _lanes(planned: Sequence[Planned], world: int) -> tuple[tuple[Lane, ...], li
 
 def _place(one: Planned, rank: int) -> _Place:
     program = one.inside.program
-    return replica_of(program, rank), program.mesh.index(rank, STAGES)
+    return replica_of(program, rank), position_of(program, rank)
 
 
 def _run(one: Planned, replica: int, position: int) -> _Run:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fxpar import losses
 from fxpar.checking import CheckResult
-from fxpar.errors import BinsError, RuleConflictError, RuleGlobError, RuleHeadsError
+from fxpar.errors import BinsError, RematGlobError, RuleConflictError, RuleGlobError, RuleHeadsError
 from fxpar.ir.fqn import starred
 from fxpar.ir.module_rules import ModuleRule
 from fxpar.ir.remat import Remat
@@ -99,6 +99,14 @@ STRATEGIES = [
     "pp2.tp4+sp+gpipe[{a}: cp2.tp2; {e}: cp4]",
     "pp2.dp2.tp2[{a}: cp2+zero3; {b}.1: +remat]",
     "pp2.tp2+sp[{a}: rows2; {b}.1: cp2]",
+    # stages that differ, on as many ranks and on others
+    "tp2+sp > cp2",
+    "tp4+sp[{a}: cp4] > tp2.rows2",
+    "rows3+zb_h1 > tp2",
+    "tp2 > dp1+remat",
+    "dp2.cp2+gpipe+zero3 > dp2+zero1",
+    "dp1+cut({b}.1) > tp4+sp[{a}: cp2.tp2; {b}.1: +remat]",
+    "rows2 > rows3",
 ]
 
 # Each is part of one above, which has the same change of roles and something more. Nightly: they say which part fails.
@@ -202,9 +210,21 @@ def test_any_rules_on_any_program(seed, strategy):
     assert_exact(result)
 
 
+@settings(max_examples=examples(2))
+@given(st.lists(ruled(["*.attention", "*.ffn"]), min_size=2, max_size=3))
+def test_any_stages(strategies):
+    """Stages under strategies of their own; of replicas they have as many as the first."""
+    stages = [Strategy.parse(text) for text in strategies]
+    replicas = stages[0].replicas
+    same = [replace(one, axes=(("dp", replicas), *(axis for axis in one.axes if axis[0] != "dp"))) for one in stages]
+    assert_exact(llama(layers=len(same), heads=8, kv_heads=2, dim=32).check(" > ".join(map(str, same))))
+
+
 @pytest.mark.parametrize(
     ("strategy", "error", "why"),
     [
+        ("tp2 > tp2[layers.0: cp2]", RuleGlobError, "matches no module of stage 1; did you mean 'layers.1'?"),
+        ("tp2+remat(layers.1) > tp2", RematGlobError, "'layers.1' matches no module"),
         ("tp2[*.attn: cp2]", RuleGlobError, "matches no module of the model; did you mean '*.attention'?"),
         ("tp2[layers.7: cp2]", RuleGlobError, "matches no module"),
         ("pp2.tp2[layers.7: cp2]", RuleGlobError, "matches no module"),

@@ -7,6 +7,7 @@ import json
 import math
 import pickle
 import string
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,35 @@ def test_pipelines(flags, pipeline, stages, printed):
     assert str(strategy) == f"dp2.pp4+zero1{printed}"
 
 
+BY_STAGE = [
+    ("tp4 > tp2.rows2", 8, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+    ("tp2+sp+zb_h1+cut(a.1|a.2)[*.x: cp2] > dp1 > cp3+zero2+remat+chunks(4)", 6, [(0, 1), (2,), (3, 4, 5)]),
+    ("dp2.tp2 > tp3.dp2", 10, [(0, 1, 2, 3), (4, 5, 6, 7, 8, 9)]),
+]
+
+
+@pytest.mark.parametrize(("text", "world", "ranks"), BY_STAGE)
+def test_stages_that_differ(text, world, ranks):
+    strategy = Strategy.parse(text, world=world)
+    assert str(strategy) == text
+    assert Strategy.parse(text.replace(" > ", ">")) == strategy
+    assert Strategy.from_json(strategy.to_json()) == strategy
+    assert [strategy.of_stage(i).mesh.ranks for i in range(strategy.stages)] == ranks
+    assert strategy.mesh.ranks == tuple(range(world))
+    assert (strategy.stages, strategy.pipeline_size, strategy.degree("pp")) == (len(ranks),) * 3
+
+
+def test_what_stages_that_differ_have_together():
+    strategy = Strategy.parse(
+        "dp2.rows2.tp2+sp+gpipe > dp2.rows3+zero3 > dp2.cp4+remat+chunks(8)", overrides={"*": "R"}
+    )
+    assert (strategy.replicas, strategy.bins, strategy.token_parts) == (2, 6, 12)
+    assert (strategy.most_zero, strategy.most_chunks, strategy.degree("cp")) == (3, 8, 4)
+    assert strategy.pipeline == Pipeline("gpipe")
+    assert strategy.of_stage(1) == replace(Strategy.parse("dp2.rows3+zero3", overrides={"*": "R"}), offset=8)
+    assert str(strategy.placing()) == "dp2.rows2.tp2+sp+gpipe > dp2.rows3 > dp2.cp4"
+
+
 def test_what_a_stage_runs_under():
     strategy = Strategy.parse("dp2.pp2.tp4+sp+zero1+remat+zb_h1+cut(layers.3)", overrides={"*": "R"})
     assert strategy.of_stage(0) == Strategy.parse("dp2.tp4+sp+zero1+remat", overrides={"*": "R"})
@@ -270,6 +300,14 @@ SYNTAX = [
     ("pp2+cut(a.*)", "'cut(a.*)'", "'a.*' is not a module"),
     ("pp2+cut(a)+cut(b)", "'pp2+cut(a)+cut(b)'", "flag 'cut' is given twice"),
     ("pp2+cut", "'cut'", "Flags are"),
+    ("tp2 >", "'>'", "a pipeline stage stands on each side of it"),
+    ("tp2 > pp2", "'pp2'", "what stands between '>' is one stage, without a pp axis"),
+    ("dp2 > dp3", "'dp3'", "all stages have as many replicas, the first one 2 and this one 3"),
+    ("tp2 > tp2+gpipe", "'tp2+gpipe'", "a schedule and cuts are of all stages; write them with the first"),
+    ("tp2 > tp2+cut(a)", "'tp2+cut(a)'", "a schedule and cuts are of all stages; write them with the first"),
+    ("tp2+cut(a|b) > tp2", "'cut(a|b)'", "2 stages have 1 cuts, not 2"),
+    ("tp2+interleaved_1f1b > tp2", "'tp2+interleaved_1f1b'", "a stage that is written has one place"),
+    ("tp2+chunks(2) > tp2", "'tp2+chunks(2)'", "the loss is on the last stage; write its chunks there"),
 ]
 
 

@@ -26,6 +26,7 @@ from tests.runtime.hot import (
 PIPELINES = {16: "dp2.pp2", 64: "pp4", 512: "tp2.cp2"}
 LENGTHS = (5, 16, 12, 9, 14, 3) * 6 + (60, 33, 45, 64) * 3 + (130, 90, 1)  # several micro-batches in each group
 LIMITED = {16: "dp2.pp2", 64: "pp4", 130: "tp2.cp2"}
+OWN = {16: "dp2.tp1 > dp2+zero3", 64: "tp3 > dp1", 512: "tp2+sp+zb_h1 > rows2"}  # stages under strategies of their own
 EIGHT = {16: "dp4.pp2", 64: "dp2.pp2.tp2+sp", 512: "pp4.cp2+zb_h1"}
 
 
@@ -66,6 +67,7 @@ CASES = {
         {"strategies": PIPELINES, "resident": [], "checked": True, "gradients": "chain"},
         stacked,
     ),
+    "stages that differ": Case(BATCHES[:1], {"strategies": OWN}, stacked),
 }
 NIGHTLY = {
     **{f"{name}, llama": replace(case, make=deep_tied) for name, case in CASES.items()},
@@ -81,6 +83,7 @@ NIGHTLY = {
         deep,
     ),
     "tied": Case(TIED[:1], {"strategies": PIPELINES}, tied),
+    "stages that differ": Case(TIED, {"strategies": OWN, "gradients": "chain", "checked": True}, tied),
 }
 
 

@@ -117,11 +117,18 @@ def test_one_strategy_has_no_switch():
 def test_what_modules_use_the_ranks_for():
     section = mesh_section(views("tp4+sp[*.attention: cp2.tp2+zero1; layers.1: +remat]"))
     (view,) = section["by_strategy"].values()
-    assert view["roles"]["atoms"] == ["tp:(1)2", "tp:(2)2"]
-    rows = {row[0]: row[1:] for row in json.loads(json.dumps(view["roles"]["modules"]))}
+    (roles,) = view["roles"]
+    assert roles["atoms"] == ["tp:(1)2", "tp:(2)2"]
+    rows = {row[0]: row[1:] for row in json.loads(json.dumps(roles["modules"]))}
     assert rows["layers.1.attention"] == [1, ["cp", "tp"], 1, "remat"]
     assert rows["layers.0.ffn"] == [1, ["tp+sp", "tp+sp"], 0, ""]
-    assert mesh_section(views("dp2.tp2+sp"))["by_strategy"]["dp2.tp2+sp"]["roles"] is None
+    assert mesh_section(views("dp2.tp2+sp"))["by_strategy"]["dp2.tp2+sp"]["roles"] == []
+    of_stages = mesh_section(views("tp2 > dp1"))["by_strategy"]["tp2 > dp1"]
+    assert [(one["stage"], one["atoms"]) for one in of_stages["roles"]] == [
+        ("stage 0: tp2", ["tp"]),
+        ("stage 1: dp1", []),
+    ]
+    assert of_stages["coordinates"] == ["pp0 tp0", "pp0 tp1", "pp1"]
 
 
 def test_strategies_of_different_worlds():

@@ -306,7 +306,8 @@
       el("span", { class: "mono" }, broken(modules || "all modules")), number > 1 ? `× ${number}` : "",
       ...uses.map(cell), zero ? `ZeRO-${zero}` : "", remat]);
     const columns = [{ title: "modules" }, { title: "" }, ...found.atoms.map((atom) => ({ title: atom })), { title: "" }, { title: "" }];
-    return el("div", { class: "card", "data-roles": found.modules.length }, el("h2", {}, "What modules use the ranks for"),
+    const title = `What modules use the ranks for${found.stage ? `, ${found.stage}` : ""}`;
+    return el("div", { class: "card", "data-roles": found.modules.length }, el("h2", {}, title),
       table(columns, rows, {}));
   }
 
@@ -320,7 +321,7 @@
     root.append(head(section, view), el("div", { class: "mesh-pair" },
       layoutCard(section, section.by_strategy[other] ? other : "home", before, false),
       layoutCard(section, strategy, view, Boolean(flow))));
-    if (view.roles) root.append(roles(view.roles));
+    root.append(...view.roles.map(roles));
     if (!flow) return;
     root.append(el("div", { class: "mesh-flow" },
       el("div", { class: "mesh-main" }, el("div", { class: "card" }, el("h2", {}, `Switch from ${flow.from} to ${flow.to}`), numbers(flow)),
