@@ -51,7 +51,7 @@ def rank_bytes(captured: Captured, program: PipelineGraph, position: int, micro_
     ranks are not there, collectives leave their results as they are.
     """
     torch.set_num_threads(1)
-    rank = program.mesh.at("pp", position).offset
+    rank = program.stages[position].mesh.offset
     dist.init_process_group("fake", rank=rank, world_size=program.strategy.world)
     try:
         bound = bind_here(program, ProcessGroups(), channels=NoChannels())

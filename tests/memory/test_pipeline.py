@@ -30,6 +30,8 @@ CASES = [
     ("llama", 256, SIZES, "pp2.tp2+sp+remat(selective)", 2),
     ("llama", 256, SIZES, "dp2.pp2+zero3+remat", 3),
     ("llama", 256, SIZES, "cp2.pp2", 3),
+    ("llama", 256, SIZES, "tp2+sp > dp1", 3),
+    ("llama", 256, SIZES, "cp2[*.ffn: tp2] > tp4+sp+remat", 3),
     ("gpt", 256, {}, "pp2", 1),
     ("gpt", 256, {}, "pp2+zb_h1", 3),
     ("mlp", 300, {"layers": "4"}, "pp2", 4),
@@ -47,7 +49,7 @@ def staged(strategy: str) -> PipelineGraph:
 
 @pytest.mark.parametrize(
     ("spec", "tokens", "options", "strategy", "micro_batches"),
-    thinned(CASES, [CASES[i] for i in (2, 5)]),
+    thinned(CASES, [CASES[i] for i in (2, 5, 8)]),
 )
 def test_peak(spec, tokens, options, strategy, micro_batches):
     """Within a tenth of what each rank allocates in a group."""
