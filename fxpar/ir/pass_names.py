@@ -17,6 +17,7 @@ BUILTIN: dict[str, str] = {
     "lower_collectives": "fxpar.passes.lower_collectives:LowerCollectives",
     "mask_padding": "fxpar.passes.mask_padding:MaskPadding",
     "narrow_gradients": "fxpar.passes.narrow_gradients:NarrowGradients",
+    "prefetch_gathers": "fxpar.passes.prefetch_gathers:PrefetchGathers",
     "reduce_gradients": "fxpar.passes.reduce_gradients:ReduceGradients",
     "rematerialize": "fxpar.passes.rematerialize:Rematerialize",
     "reshard_to_collectives": "fxpar.passes.reshard_to_collectives:ReshardToCollectives",
@@ -45,6 +46,7 @@ LADDER = (
     "bucket_collectives",
     "reuse_buffers",
     "sink_waits",
+    "prefetch_gathers",
     "write_in_place",
 )
 """The names of `fxpar.lowering.default_passes()`, in order."""

@@ -30,6 +30,7 @@ from fxpar.passes.insert_reshards import InsertReshards
 from fxpar.passes.lower_collectives import LowerCollectives
 from fxpar.passes.mask_padding import MaskPadding
 from fxpar.passes.narrow_gradients import NarrowGradients
+from fxpar.passes.prefetch_gathers import PrefetchGathers
 from fxpar.passes.reduce_gradients import ReduceGradients
 from fxpar.passes.rematerialize import Rematerialize
 from fxpar.passes.reshard_to_collectives import ReshardToCollectives
@@ -72,6 +73,7 @@ def default_passes(
         BucketCollectives(),
         ReuseBuffers(),
         SinkWaits(),
+        PrefetchGathers(),
         WriteInPlace(),
     ]
 

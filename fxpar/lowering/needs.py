@@ -128,6 +128,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "bucket_collectives": (*_LATE, FUNCTIONAL),
     "reuse_buffers": _LATE,
     "sink_waits": _LATE,
+    "prefetch_gathers": _LATE,
     "write_in_place": _LATE,
     "accumulate_gradients": (*_LATE, BODY),
 }

@@ -108,7 +108,7 @@ def test_one_activation_crosses_and_one_gradient(strategy):
             CROSSING[strategy],
             CROSSING[strategy].replace("@cp@tp", "@(cp,tp)"),
         )
-    assert [(stage, fqn) for stage, fqn, _ in program.transfers] == [
+    assert [(each.stage, each.fqn) for each in program.handovers] == [
         (0, next(iter(first.given("sent")))),
         (1, next(iter(second.given("sent_grad")))),
     ]
@@ -121,7 +121,7 @@ def test_what_crosses_is_a_share_of_each_rank():
     for strategy in ("pp2", "pp2.tp2+sp", "cp2.pp2.tp2+sp"):
         program = lowered(strategy)
         dims = {dim.symbol: 24 for dim in program.dims}
-        sizes[strategy] = [meta.numel(dims) for _, _, meta in program.transfers]
+        sizes[strategy] = [each.given.local.numel(dims) for each in program.handovers]
     assert sizes == {"pp2": [2 * 24 * 32] * 2, "pp2.tp2+sp": [2 * 12 * 32] * 2, "cp2.pp2.tp2+sp": [2 * 6 * 32] * 2}
 
 
@@ -299,7 +299,7 @@ def test_pickles(strategy):
     again = pickle.loads(pickle.dumps(program))
     assert again.fingerprint() == program.fingerprint()
     assert again.communications() == program.communications()
-    assert again.transfers == program.transfers
+    assert again.handovers == program.handovers
     for field in ("strategy", "inputs", "outputs", "dims", "divisors", "notes", "cuts", "flops", "terms"):
         assert getattr(again, field) == getattr(program, field)
     for old, new in zip(program.stages, again.stages, strict=True):
