@@ -21,6 +21,7 @@ from fxpar.ir import collectives
 from fxpar.ir.axes import STAGES
 from fxpar.ir.exec_graph import Communication, Program, Stored, collective_kind
 from fxpar.ir.graph import AnnotatedGraph, Input, LogicalGraph, TensorMeta, run_dims, run_sizes
+from fxpar.ir.handover import Handover
 from fxpar.ir.node_meta import comm_of, dist_of, fqn_of, fused_count, local_tensor, tensor_of
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import AnyGraph, matches
@@ -116,15 +117,24 @@ class Digest:
 
 
 def digest(
-    graph: AnyGraph, title: str = "", *, only: str | None = None, inputs: Sequence[Input] | None = None
+    graph: AnyGraph,
+    title: str = "",
+    *,
+    only: str | None = None,
+    inputs: Sequence[Input] | None = None,
+    handovers: Sequence[Handover] | None = None,
 ) -> Digest:
     """The digest of a graph, called `title` (by default its strategy); of the modules that the glob `only` matches.
-    Of a pipeline stage `inputs` are those of the whole model, as token ids may be read by another stage.
+    Of a pipeline stage `inputs` are those of the whole model, as token ids may be read by another stage, and
+    `handovers` what it sends to others; by default those are taken to lie as this one.
 
     It keeps nothing of the graph, which a pass may change afterwards.
     """
     if isinstance(graph, PipelineGraph):
-        stages = [digest(stage, only=only, inputs=graph.inputs) for stage in graph.stages]
+        sent_by = {s.index: [one for one in graph.handovers if one.stage == s.index] for s in graph.stages}
+        stages = [
+            digest(stage, only=only, inputs=graph.inputs, handovers=sent_by[stage.index]) for stage in graph.stages
+        ]
         tokens = tokens_of(graph.inputs, run_dims(graph))
         return replace(
             joined(stages, graph.name, graph.strategy, title), cuts=graph.cuts, divisors=graph.divisors, tokens=tokens
@@ -135,7 +145,7 @@ def digest(
 
     def moves(dims: Dims) -> list[SentTensor]:
         found = [move for node, place in places.items() for move in _moves(node, place, strategy, dims, only)]
-        return found + (_messages(graph, dims) if only is None else [])
+        return found + (_messages(graph, dims, handovers) if only is None else [])
 
     batch = graph.inputs if inputs is None else inputs
     moved, fixed = moves(dims), moves(without_tokens(batch, dims))
@@ -240,16 +250,20 @@ def _members(node: fx.Node, dims: Dims) -> list[tuple[str, int]]:
     return [(m.meta.get("fqn", own), local_tensor(m).numel(dims)) for m in members]
 
 
-def _messages(graph: AnyGraph, dims: Dims) -> list[SentTensor]:
+def _messages(graph: AnyGraph, dims: Dims, handovers: Sequence[Handover] | None) -> list[SentTensor]:
     """What a pipeline stage sends to its neighbours."""
-    found: list[SentTensor] = []
     if isinstance(graph, LogicalGraph):
-        return found
-    for out, stored in zip(graph.outputs, _stored_outputs(graph), strict=True):
-        if out.kind in _SENT:
-            size = stored.local.numel(dims) * stored.local.dtype.itemsize
-            found.append(SentTensor("send", STAGES, ModulePlace(BETWEEN_STAGES, _SENT[out.kind]), float(size), 1))
-    return found
+        return []
+    sizes = [(one.kind, one.bytes_of_busiest(dims)) for one in handovers or ()]
+    if handovers is None:
+        sizes = [
+            (out.kind, stored.local.numel(dims) * stored.local.dtype.itemsize)
+            for out, stored in zip(graph.outputs, _stored_outputs(graph), strict=True)
+            if out.kind in _SENT
+        ]
+    return [
+        SentTensor("send", STAGES, ModulePlace(BETWEEN_STAGES, _SENT[kind]), float(size), 1) for kind, size in sizes
+    ]
 
 
 def _stored_outputs(graph: AnnotatedGraph | Program) -> Sequence[Stored]:

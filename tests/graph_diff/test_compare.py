@@ -56,10 +56,10 @@ def test_sums(old, new):
     for counts, of_kinds, strategy in ((blocks.old, kinds.old, old), (blocks.new, kinds.new, new)):
         graph = lowered(strategy)
         programs = graph.placed
-        messages = getattr(graph, "transfers", [])
+        messages = getattr(graph, "handovers", [])
         dims = {d.symbol: d.example for d in graph.dims}
         sent = sum(p.collective_bytes() for p in programs)
-        sent += sum(meta.numel(dims) * meta.dtype.itemsize for _, _, meta in messages)
+        sent += sum(each.bytes_of_busiest(dims) for each in messages)
         assert counts.bytes == pytest.approx(sent, abs=len(programs))
         assert of_kinds.bytes == pytest.approx(counts.bytes)
         assert counts.tensors == of_kinds.tensors
