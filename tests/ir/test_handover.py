@@ -79,6 +79,8 @@ def test_who_has_all_of_it_shares_the_sending():
     assert back.bytes_of_busiest({T: 12}) == 4 * 6 * 8 * 4  # to each of the four
     assert back.bytes_of_busiest({T: 12}, received=True) == 12 * 8 * 4
     assert handed.messages({T: 0}) == ()
+    few = Handover("sent", "x", 0, 1, placed("tp2", ""), placed("tp4", "", first=2))
+    assert [m.source for m in few.messages({T: 12})] == [0, 1, 0, 1]
 
 
 def test_alike_is_from_place_to_place():

@@ -13,7 +13,6 @@ from fxpar.ir import collectives as c
 from fxpar.ir.dist_config import AxisShard
 from fxpar.ir.exec_graph import ExecGraph, collective_kind
 from fxpar.ir.graph import AnnotatedGraph
-from fxpar.ir.node_meta import is_backward
 from fxpar.ir.pass_base import sort_topologically
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import default_passes, lower
@@ -388,11 +387,11 @@ def test_what_is_no_parameter_is_not_gathered_early():
 
 
 def test_two_gathers_at_most_are_on_their_way():
-    """Of a block and the next one; what the backward gathers, in the backward."""
+    """Of a block and the next one; what the backward gathers, behind the loss."""
     program: ExecGraph = lower(llama(layers=4).graph, "dp2+zero3")
     started, most, backward = 0, 0, False
     for node in program.body.graph.nodes:
-        backward |= is_backward(node)
+        backward |= node.target is torch.ops.fxpar.cross_entropy.default
         if node.target is c10d.all_gather_into_tensor.default:
             assert backward == node.meta["bucket"].endswith("/backward")
             started += 1
