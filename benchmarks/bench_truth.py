@@ -1,10 +1,11 @@
 """What fxpar predicts for this machine against what it takes: steps, switches, reductions, peak memory.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_truth.py [--rounds 5] [--only dp4 cp4] [--tiny] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/bench_truth.py [--rounds 5] [--modules] [--only dp4 cp4] [--tiny] [--json FILE]
 
 4 gloo ranks measure the machine as `fxpar profile` does, then train the model of `make demo` under each strategy alone,
 on mini-batches of 8,192 tokens in sequences of one length. All strategies and lengths take turns, round after round, so
-that load hits all alike; a figure is the median over rounds. Nothing is fitted to the steps.
+that load hits all alike; a figure is the median over rounds. Nothing is fitted to the steps. With `--modules` they are
+strategies whose modules or stages differ.
 """
 
 from __future__ import annotations
@@ -51,6 +52,14 @@ STRATEGIES = (
     "cp2.tp2+sp",
     "pp2.tp2+sp",
     "pp2.cp2",
+)
+BY_MODULE = (
+    "tp4+sp[*.attention: cp4]",
+    "tp4+sp[*.attention: rows4]",
+    "cp4[*.ffn: tp4+sp; head: tp4]",
+    "dp2.tp2+sp[*.attention: rows2]",
+    "dp4[layers.{0-1}: +remat; head: +zero3]",
+    "tp2+sp > rows2",
 )
 DEMO = {"layers": "3", "dim": "128", "heads": "4", "kv_heads": "2", "ffn": "352", "vocab": "4096"}
 TINY = {"layers": "2", "dim": "16", "heads": "4", "kv_heads": "4", "ffn": "32", "vocab": "64"}
@@ -253,10 +262,10 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 def report(cluster: ClusterSpec, cases: Sequence[Case], memory: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
     """Print a line per case, and how far off predictions are."""
     print(f"profile: {cluster.sustained}; {cluster.intra_gb_per_s:g} GB/s, {cluster.latency_us:g} µs")
+    wide = max(14, *(len(case.strategy) for case in cases))
     print("ms, predicted / measured; busy: CPU time of all ranks over cores")
-    print(
-        f"{'strategy':14} {'length':>6} {'step':>13} {'error':>7} {'busy':>6} {'run':>13} {'switch':>9} {'reduce':>9}"
-    )
+    title = f"{'strategy':{wide}} {'length':>6} {'step':>13} {'error':>7} {'busy':>6}"
+    print(f"{title} {'run':>13} {'switch':>9} {'reduce':>9}")
     for case in cases:
         pairs = [
             f"{1e3 * getattr(case.predicted, part):,.0f} / {1e3 * getattr(case.measured, part):,.0f}"
@@ -264,7 +273,7 @@ def report(cluster: ClusterSpec, cases: Sequence[Case], memory: Mapping[str, tup
         ]
         busy = 1e3 * (case.measured.busy or 0.0)
         print(
-            f"{case.strategy:14} {case.length:6,} {pairs[0]:>13} {case.error('step'):+7.1%} {busy:6,.0f} "
+            f"{case.strategy:{wide}} {case.length:6,} {pairs[0]:>13} {case.error('step'):+7.1%} {busy:6,.0f} "
             f"{pairs[1]:>13} {pairs[2]:>9} {pairs[3]:>9}"
         )
     found: dict[str, Any] = {"cluster": cluster.to_json(), "cases": [asdict(case) for case in cases]}
@@ -280,7 +289,7 @@ def report(cluster: ClusterSpec, cases: Sequence[Case], memory: Mapping[str, tup
         print(f"rank correlation at {length:,} tokens: {found[f'rank {length}']:.2f} (target {TARGETS['rank']})")
     print("peak of a step above what stays, MB, predicted / measured:")
     for name, (predicted, taken) in memory.items():
-        print(f"{name:14} {predicted / 1e6:6.1f} / {taken / 1e6:6.1f} {predicted / taken - 1:+7.1%}")
+        print(f"{name:{wide}} {predicted / 1e6:6.1f} / {taken / 1e6:6.1f} {predicted / taken - 1:+7.1%}")
     found["memory"] = max(abs(predicted / taken - 1) for predicted, taken in memory.values())
     print(f"largest error of a peak: {found['memory']:.1%} (target {TARGETS['memory']:.0%})")
     return found | {"memory_bytes": memory}
@@ -289,11 +298,13 @@ def report(cluster: ClusterSpec, cases: Sequence[Case], memory: Mapping[str, tup
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="*", default=list(STRATEGIES))
+    parser.add_argument("--modules", action="store_true", help="strategies whose modules or stages differ")
+    parser.add_argument("--only", nargs="*")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, one round, to see that it runs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     args.rounds = 1 if args.tiny else args.rounds
+    args.only = args.only or list(BY_MODULE if args.modules else STRATEGIES)
     torch.set_num_threads(1)
     options = TINY if args.tiny else DEMO
     model = load("llama", seed=1, options=options).model

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fxpar.ir.strategy import Strategy
+
 CASES = {
     "one after the other": ([(0, 8), (0, -8), (8, 4), (8, -4)], 8),
     "two at a time": ([(0, 8), (8, 4), (0, -8), (0, 6)], 12),
@@ -19,3 +21,9 @@ def test_bytes_at_the_peak(script, name):
     """Memory that is given to a second tensor has been freed, though nobody said so."""
     events, expected = CASES[name]
     assert script("bench_truth").most_bytes(events) == expected
+
+
+def test_strategies_are_of_its_ranks(script):
+    bench = script("bench_truth")
+    for text in (*bench.STRATEGIES, *bench.BY_MODULE):
+        Strategy.parse(text, world=bench.WORLD)
