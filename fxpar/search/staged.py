@@ -74,6 +74,11 @@ class StagedGuess(Priced):
     def predicted(self, tokens: int) -> Memory:
         whole, few = self.flat.at(tokens), self.flat.of_first(tokens)
         share = Fraction(1, self.positions)
+
+        def held(level: int) -> Fraction:
+            """ZeRO cuts over the ranks of all positions there: here a position has as much, cut over its own ranks."""
+            return share if self.strategy.zero < level else Fraction(1)
+
         steps = self.flat.steps
         # By step: what accumulates, and what a micro-batch leaves for its backward.
         gradients = Fraction(whole.gradient_bytes - few.gradient_bytes) / steps
@@ -81,11 +86,12 @@ class StagedGuess(Priced):
         every = self._in_few + steps
         rest = whole.step_bytes - every * (gradients + saved)
         mine = Fraction(math.ceil(every * share))
+        accumulated = (mine if held(2) < 1 else every) * gradients
         return Memory(
             home_bytes=whole.home_bytes,
             optimizer_bytes=whole.optimizer_bytes,
-            weight_bytes=math.ceil(whole.weight_bytes * share),
-            step_bytes=math.ceil(rest + mine * (gradients + self.positions * saved)),
-            gradient_bytes=math.ceil(whole.gradient_bytes * share),
+            weight_bytes=math.ceil(whole.weight_bytes * held(3)),
+            step_bytes=math.ceil(rest + accumulated + mine * self.positions * saved),
+            gradient_bytes=math.ceil(whole.gradient_bytes * held(2)),
             staging_bytes=whole.staging_bytes,
         )
