@@ -162,7 +162,8 @@ def _module_table(modules: Sequence[Document], top: int, width: int | None) -> I
     rest = modules[top:]
     if rest:
         sizes = (human_bytes(sum(r[each] for r in rest)) for each in SENDS)
-        calls = f"{sum(r['calls'] for r in rest)} collectives"
+        count = sum(r["calls"] for r in rest)
+        calls = f"{count} collective{'s' * (count != 1)}"
         rows.append((f"{len(rest)} more", "", calls, *sizes))
     return _table(("module", "of", "collectives", *_SENDS), 3, rows, width)
 

@@ -151,7 +151,7 @@ def _does(strategy: Strategy, axis: str, params: Sequence[Document]) -> str:
             each = ", each under a strategy of its own" if strategy.by_stage else ""
             return f"splits the model into {strategy.stages} stages{each}, run with schedule {plan.schedule}"
         case "tokens" if axis in strategy.bin_axes:
-            return f"shards the tokens of a micro-batch, packed in bins that no document crosses{zero}"
+            return f"shards the tokens of a micro-batch, packed in {strategy.bins} bins that no document crosses{zero}"
         case "tokens":
             return f"shards the tokens of a micro-batch; attention is sharded by heads where they divide evenly{zero}"
         case _:
