@@ -94,7 +94,7 @@ STRATEGIES = [
     "dp2+zero3[{f}: +remat; {b}.0: +zero1]",
     "cp2+remat(selective)[{b}.0: +remat(keep_comm); {f}: tp2]",
     # stages
-    "pp2.cp2+zb_h1[{b}.0: tp2+sp; {b}.1: +remat]",
+    "pp2.cp2+zb_h1[{b}.0: tp2; {b}.1: +remat]",  # what a stage is sent lies as without rules
     "dp2.pp2+zero2[{b}.0: +zero3]",
     "pp2.tp4+sp+gpipe[{a}: cp2.tp2; {e}: cp4]",
     "pp2.dp2.tp2[{a}: cp2+zero3; {b}.1: +remat]",
