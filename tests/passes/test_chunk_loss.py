@@ -85,6 +85,14 @@ def test_losses(loss, place):
     assert largest_over(lowered(captured, strategy), own.VOCAB, 24) <= rows * 24 * own.VOCAB // parts
 
 
+@pytest.mark.parametrize("strategy", ["dp1+chunks(2)", "tp2+chunks(3)"])
+@pytest.mark.parametrize("loss", [own.mixed, own.widened])
+def test_logits_of_logits(loss, strategy):
+    """What the product that begins the chunks is made of stands before all of them, wide or not."""
+    result = own.with_loss(loss).check(strategy, 1e-10)
+    assert result.ok, result
+
+
 @settings(suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from([own.z_loss, own.focal, own.capped]),
