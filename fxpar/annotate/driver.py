@@ -26,7 +26,7 @@ from fxpar.annotate.module_rules import check_rules
 from fxpar.annotate.nesting import combine, is_within, modules_in_order_of_search
 from fxpar.annotate.notes import Choice, note_attention, note_missing_rules, note_uncut
 from fxpar.annotate.policy import ContextAxis, boundary_placement, grad_cost, resolve_overrides
-from fxpar.annotate.problem import AxisProblem, build
+from fxpar.annotate.problem import RECEIVED, AxisProblem, build
 from fxpar.annotate.roles import Policy, check_options, policy_of
 from fxpar.annotate.solve import AxisSearch, Demand, Search
 from fxpar.errors import NotYetError
@@ -36,7 +36,7 @@ from fxpar.ir.copies import copy_graph
 from fxpar.ir.dist_config import DistConfig, OuterShard, P, Partial, Placement, R, Shard
 from fxpar.ir.fqn import block_or_module_of, starred
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, TensorMeta
-from fxpar.ir.node_meta import dist_of, dists_of, fqn_of, tensor_metas, tensor_of, whole_meta
+from fxpar.ir.node_meta import dist_of, dists_of, fqn_of, input_kind, tensor_metas, tensor_of, whole_meta
 from fxpar.ir.pass_base import Tier, tensor_operands
 from fxpar.ir.strategy import Strategy
 from fxpar.rules.option import Option
@@ -196,7 +196,9 @@ def _label_rules(graph: AnnotatedGraph) -> None:
         if node.op not in ("placeholder", "call_function"):
             continue
         module = fqns[node].rpartition(".")[0] if node in fqns else fqn_of(node)
-        rule = node.meta["rule"] = strategy.rule_of(module)
+        # What comes from another stage lies as both agree on without rules, whatever module made it there.
+        received = input_kind(node) in RECEIVED
+        rule = node.meta["rule"] = None if received else strategy.rule_of(module)
         if node in fqns:
             node.meta["class"] = (*node.meta["class"], rule)
         node.meta["variant"] = (*node.meta.get("variant", ()), rule)

@@ -18,7 +18,7 @@ from fxpar.chunks.tokens import TokenCuts, cut_tokens
 from fxpar.errors import ChunkedLossError
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
-from fxpar.ir.node_meta import is_backward, is_size, local_meta, local_tensor, phase_of
+from fxpar.ir.node_meta import is_backward, is_size, local_meta, local_tensor, phase_of, tensor_of
 from fxpar.ir.pass_base import ancestors
 from fxpar.ir.serialize import OpOverload
 from fxpar.ops.traits import ATTENTION, EMBEDDINGS, LABEL_LOSSES, computes, is_product
@@ -40,7 +40,9 @@ class LossRegion:
 
 
 def find_head(graph: AnnotatedGraph) -> fx.Node | None:
-    """The product that makes the logits, of several the one with the most; None where no loss over classes is."""
+    """The product that makes the logits: of several the one with the most on all ranks together, of equal ones the
+    first, as the others may be made of it. None where no loss over classes is.
+    """
     losses = [n for n, out in zip(graph.results, graph.outputs, strict=True) if out.kind == "loss"]
     behind = ancestors(losses)
     forward = [n for n in _body(graph) if n in behind and not is_backward(n)]
@@ -51,9 +53,9 @@ def find_head(graph: AnnotatedGraph) -> fx.Node | None:
         if users or direct:
             of_classes = node.target in LABEL_LOSSES or computes(node.target) == "softmax"
             to_classes[node] = of_classes or any(to_classes[u] for u in users)
-    heads = [n for n, found in to_classes.items() if found and is_product(n.target)]
+    heads = [n for n in forward if to_classes.get(n) and is_product(n.target)]
     at = _many(graph)
-    return max(heads, key=lambda n: _numel(n, at), default=None)
+    return max(heads, key=lambda n: tensor_of(n).numel(at), default=None)
 
 
 def begin_with_constants(graph: fx.Graph) -> None:

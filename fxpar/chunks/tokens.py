@@ -18,7 +18,7 @@ from fxpar.flow import token_symbol
 from fxpar.ir.dist_config import P, Placement, R, Shard
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
 from fxpar.ir.node_meta import local_meta, local_tensor
-from fxpar.ir.pass_base import tensor_operands
+from fxpar.ir.pass_base import ancestors, tensor_operands
 from fxpar.ir.serialize import OpOverload
 from fxpar.ops import layout
 from fxpar.ops.traits import is_product
@@ -135,9 +135,11 @@ class _Spread:
         self.sizes = Sizes([d.symbol for d in graph.dims], multiple, token_symbol(graph))
         self.chunks, self.is_wide, self.cuts = chunks, is_wide, TokenCuts()
         self.open: set[fx.Node] = set()  # constants, which lie as they are wanted
+        self.whole: set[fx.Node] = set()  # what the first of the nodes is made of, which stands before all chunks
 
     def over(self, nodes: Sequence[fx.Node], start: Shard) -> Wrong | None:
         makes, takes = self.cuts.makes, self.cuts.takes
+        self.whole = ancestors(nodes[:1])
         for node in nodes:
             if node.target in _FACTORIES:
                 self.open.add(node)
@@ -168,7 +170,7 @@ class _Spread:
             return node, "is not known to treat tokens one by one"
         self.cuts.takes[node], self.cuts.makes[node] = option.inputs, option.outputs
         for operand, lies in zip(tensor_operands(node), option.inputs, strict=True):
-            new = operand not in self.cuts.makes and operand.op == "call_function"
+            new = operand not in self.cuts.makes and operand.op == "call_function" and operand not in self.whole
             wide = not is_product(node.target) and self.is_wide(operand)  # a product takes what is as wide as the model
             if isinstance(lies, Shard) and new and (operand in self.open or wide):
                 self.open.discard(operand)

@@ -86,6 +86,14 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
+def with_chunks(forward: set[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The forward with all of a loss that runs in chunks of tokens: were its backward another part, the logits of all
+    chunks would wait for it.
+    """
+    chunks = [n for n in nodes if "chunk" in n.meta]
+    return forward | ancestors(chunks) if not forward.isdisjoint(chunks) else forward
+
+
 def set_results(graph: fx.Graph, results: Iterable[fx.Node]) -> None:
     """Replace the graph's results."""
     (output,) = graph.find_nodes(op="output")

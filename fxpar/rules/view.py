@@ -7,15 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
+import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from fxpar.ir.dist_config import OuterShard, Placement, Shard
 from fxpar.ir.graph import Size, TensorMeta
 from fxpar.ir.node_meta import is_size, size_of, tensor_metas
-from fxpar.rules.option import Option, OpView, TensorRef, localize
+from fxpar.rules.option import Option, OpView, Shape, TensorRef, localize
+
+aten = torch.ops.aten
 
 Value = tuple[fx.Node, int]  # result `int` of a node
 Metas = Callable[[fx.Node], tuple[TensorMeta | None, ...]]
+_SLICES: dict[Any, tuple[int, bool]] = {aten.slice.Tensor: (1, False), aten.slice_backward.default: (2, True)}
+"""Where the dim stands among the arguments, bounds behind it; whether the result is what they are bounds of."""
 
 
 class Sizes:
@@ -91,8 +97,8 @@ def make_view(
     others: Sequence[tuple[Mapping[fx.Node, Option], int]] = (),
     metas: Metas = tensor_metas,
 ) -> tuple[OpView, list[Value]]:
-    """`OpView` of a node, with sizes already cut by the options of other axes: `others` are these with degrees.
-    `metas` gives the shapes of a node's results.
+    """`OpView` of a node, with sizes and bounds of slices already cut by the options of other axes: `others` are these
+    with degrees. `metas` gives the shapes of a node's results.
     """
     operands: list[Value] = []
     shapes: list[tuple[int, ...]] = []
@@ -118,9 +124,34 @@ def make_view(
 
     args = tuple(_freeze(map_arg(list(node.args), convert)))
     kwargs = tuple((k, _freeze(map_arg(v, convert))) for k, v in node.kwargs.items())
+    if cuts and node.target in _SLICES:
+        at, of_result = _SLICES[node.target]
+        source, index = (node, 0) if of_result else operands[0]
+        places = [((option.outputs if of_result else option.inputs)[0], degree) for option, degree in cuts]
+        args = _local_bounds(args, at, sizes.shape(metas(source)[index]), places)  # type: ignore[arg-type]
     outputs = made_shapes(node, sizes, others, metas)
     dynamic += [_dynamic_dims(m) if m is not None else () for m in metas(node)]
     return OpView(node.target, args, kwargs, tuple(shapes), outputs, tuple(dynamic), moving), operands
+
+
+def _local_bounds(
+    args: tuple[Any, ...], at: int, whole: Shape, places: Sequence[tuple[Placement, int]]
+) -> tuple[Any, ...]:
+    """Arguments of a slice of a tensor of `whole` whose dim is cut already: bounds on it scale with it, as each of its
+    sections is cut alike. The dim is argument `at`.
+    """
+    dim = (args[at] if len(args) > at else 0) % len(whole)
+    cuts = ((p, degree) for p, degree in places if isinstance(p, Shard | OuterShard) and p.dim == dim)
+    pieces = [p.degree if isinstance(p, OuterShard) else degree for p, degree in cuts]
+    found = list(args)
+    for position in (at + 1, at + 2):
+        bound = args[position] if len(args) > position else None
+        if bound is not None:
+            bound = min(max(bound + whole[dim], 0) if bound < 0 else bound, whole[dim])
+            for count in pieces:
+                bound = -(-bound // count)
+            found[position] = bound
+    return tuple(found)
 
 
 def made_shapes(

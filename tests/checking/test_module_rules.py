@@ -26,7 +26,7 @@ from fxpar.lowering import lower
 from fxpar.models.llama import Llama, LlamaOptions
 from fxpar.passes.pack_documents import pack_documents
 from fxpar.runtime.micro import as_one_sequence
-from tests.captured import Captured, gpt, llama, take, tokens
+from tests.captured import Captured, fused, gpt, llama, take, tokens
 from tests.repeat import crossed, examples, thinned
 from tests.stages.models import Model, loaded, random_model
 
@@ -94,7 +94,7 @@ STRATEGIES = [
     "dp2+zero3[{f}: +remat; {b}.0: +zero1]",
     "cp2+remat(selective)[{b}.0: +remat(keep_comm); {f}: tp2]",
     # stages
-    "pp2.cp2+zb_h1[{b}.0: tp2+sp; {b}.1: +remat]",
+    "pp2.cp2+zb_h1[{b}.0: tp2; {b}.1: +remat]",  # what a stage is sent lies as without rules
     "dp2.pp2+zero2[{b}.0: +zero3]",
     "pp2.tp4+sp+gpipe[{a}: cp2.tp2; {e}: cp4]",
     "pp2.dp2.tp2[{a}: cp2+zero3; {b}.1: +remat]",
@@ -249,6 +249,12 @@ def test_rules_that_do_not_fit_the_model(strategy, error, why):
 def test_dims_that_do_not_divide(strategy):
     """97 rows of a table and 37 columns, and everything recomputed that is in no module either."""
     assert_exact(llama(layers=1, heads=8, kv_heads=8, dim=32, ffn=37).check(strategy))
+
+
+@pytest.mark.parametrize("how", ["split", "chunk", "slice", "view"])
+def test_a_fused_weight_on_parts_of_an_axis(how):
+    """The second part cuts what the first one left, bounds of slices too."""
+    assert_exact(fused(how, 8, 8).check("tp4+sp[head: tp2.cp2]"))
 
 
 def test_what_is_for_tokens_everywhere_need_not_cut_weights():

@@ -53,6 +53,22 @@ def capped(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[
     return losses.cross_entropy_sum(logits, labels), {"accuracy": losses.accuracy(logits, labels), "counted": counted}
 
 
+MIX = torch.sin(torch.arange(VOCAB * VOCAB, dtype=torch.float64)).view(VOCAB, VOCAB) / 8
+WIDEN = torch.sin(torch.arange(VOCAB * (VOCAB + 9), dtype=torch.float64)).view(VOCAB, VOCAB + 9) / 8
+
+
+def mixed(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """A product behind the logits makes as many again, and the loss reads both."""
+    logits = logits_of(model, batch)
+    return losses.cross_entropy_sum(logits + torch.tanh(logits) @ MIX, batch["labels"])
+
+
+def widened(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """A product behind the logits makes more of them, and the loss reads both."""
+    logits = torch.tanh(logits_of(model, batch))
+    return losses.cross_entropy_sum(F.pad(logits, (0, 9)) * (logits @ WIDEN), batch["labels"])
+
+
 def shifted(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """The logits of a token belong to the label of the next one."""
     return losses.cross_entropy_sum(logits_of(model, batch)[:, :-1], batch["labels"][:, 1:])

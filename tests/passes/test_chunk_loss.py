@@ -85,6 +85,14 @@ def test_losses(loss, place):
     assert largest_over(lowered(captured, strategy), own.VOCAB, 24) <= rows * 24 * own.VOCAB // parts
 
 
+@pytest.mark.parametrize("strategy", ["dp1+chunks(2)", "tp2+chunks(3)"])
+@pytest.mark.parametrize("loss", [own.mixed, own.widened])
+def test_logits_of_logits(loss, strategy):
+    """What the product that begins the chunks is made of stands before all of them, wide or not."""
+    result = own.with_loss(loss).check(strategy, 1e-10)
+    assert result.ok, result
+
+
 @settings(suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from([own.z_loss, own.focal, own.capped]),
@@ -133,6 +141,30 @@ def test_a_pipeline_keeps_no_logits_for_its_backward():
         for stage in program.stages:
             assert not any(97 in local_meta(n).shape[1:] for n in stage.forward.results if local_meta(n))
         assert largest_over(program.stages[0], 97, 24) == 0
+
+
+class Scaled(nn.Module):
+    """Its last gain is written out: its gradient and that of its operand read the same gradient of hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(31, 8), nn.Linear(8, 31)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.gain = nn.Parameter(torch.randn(8))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x * self.gain)
+
+
+def test_nothing_writes_over_the_gradient_that_both_halves_of_a_backward_read():
+    """The chunks are part of the forward, so under zb_h1 what they hand to the backward is read twice."""
+    torch.manual_seed(0)
+    batches = [{key: batch[key] for key in ("input_ids", "labels")} for batch in tokens(31, 12, 8)]
+    result = take(Scaled(), losses.causal_lm, batches).check("pp2+chunks(2)+zb_h1", 1e-10)
+    assert result.ok, result
 
 
 def test_weights_are_gathered_once():
