@@ -1,8 +1,9 @@
 """`find_plan`: from a model, a cluster and lengths to the sets of strategies that take least time, and the bound.
 
 shapes       every degree of dp, pp, cp, tp of the world; each lowered once
-savings      what saves memory (remat, ZeRO-3) is lowered for the lengths that a shape does not hold without, unless
-             some other shape is faster there than this one could be even with all memory in the world
+savings      what saves memory (remat, ZeRO-3, chunks of the loss where logits are the peak) is lowered for the lengths
+             that a shape does not hold without, unless some other shape is faster there than this one could be even
+             with all memory in the world
 sets         dynamic programming over the limits of groups; the best guesses are planned on sample mini-batches
              with their switches and reductions, until no other set can be faster
 schedules    pipelines of the best sets are tried under zb_h1, which waits less and keeps more
@@ -24,6 +25,7 @@ from fxpar.errors import NoCandidateError, SequenceFitsNowhereError
 from fxpar.ir.collector import collector_paused
 from fxpar.ir.strategy import Strategy
 from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
+from fxpar.search.chunked import useful_chunks
 from fxpar.search.known import KnownModel, Said
 from fxpar.search.lengths import length_edges
 from fxpar.search.price import Depth, Lower, Priced, optimizer_s
@@ -148,24 +150,24 @@ class _Search:
 
     # ------------------------------------------------------------------------------------------------ candidates
     def lower_all(self) -> None:
-        """The shapes, then what saves memory, level by level."""
+        """The shapes, then what saves memory, level by level, with the loss in chunks where that helps."""
         left = [(shape, 0) for shape in self.problem.shapes]
         while left:
-            tried = [(shape, level, self._add(shape, level)) for shape, level in left]
-            left = [(shape, level + 1) for shape, level, more in tried if more and level + 1 < len(SAVINGS)]
-            left = [one for one in left if self._may_help(*one)]
+            following = [self._add(*one) for one in left]
+            left = [one for one in following if one is not None and self._may_help(*one)]
         if not self.candidates:
             raise NoCandidateError(f"{name}: {why}" for name, why in self.known.refused.items())
 
-    def _add(self, shape: Strategy, level: int) -> bool:
-        """Lower a strategy, if it is one; whether a shape may need more savings."""
+    def _add(self, shape: Strategy, level: int) -> tuple[Strategy, int] | None:
+        """Lower a strategy, if it is one; what to try next of a shape that may need more savings."""
         strategy = with_savings(shape, level)
+        more = (replace(shape, chunks=1), level + 1) if level + 1 < len(SAVINGS) else None
         if strategy is None:
-            return True
+            return more
         with collector_paused():
             one = self._guessed(strategy) or self.known.candidate(strategy, self.said)
             if one is None:
-                return False
+                return more if shape.chunks > 1 else None
             budgets = self.pricer.budgets(one, self.intervals.edges)
             self.candidates.append(one)
             self.seconds.append(least_seconds(one.cost, strategy, budgets, self.intervals))
@@ -173,7 +175,16 @@ class _Search:
             faster = replace(one.cost, schedule=FASTER_SCHEDULE) if rescheduled(strategy) else one.cost
             self.least = np.minimum(self.least, least_seconds(faster, strategy, budgets, self.intervals))
         wanted = self.pricer.largest if self.problem.packed else 0
-        return any(budget is None or budget < wanted for budget in budgets)
+        if not any(budget is None or budget < wanted for budget in budgets):
+            return None
+        chunks = self._chunks(strategy, budgets[-1] or self.problem.longest) if shape.chunks == 1 else 1
+        return (replace(shape, chunks=chunks), level) if chunks > 1 else more
+
+    def _chunks(self, strategy: Strategy, tokens: int) -> int:
+        """In how many chunks the loss should run for micro-batches of so many tokens, without stages."""
+        flat = strategy if strategy.pipeline_size == 1 else without_stages(strategy)
+        one = self.known.candidate(flat, self.said)
+        return 1 if one is None else useful_chunks(one, tokens)
 
     def _guessed(self, strategy: Strategy) -> StagedGuess | None:
         """For a pipeline, from the same strategy without stages, if that can be priced from two samples."""

@@ -57,12 +57,13 @@ def without_stages(strategy: Strategy) -> Strategy:
 
 
 def placed_alike(strategy: Strategy) -> Strategy:
-    """The one that stands for all under which parameters lie as they do here: what is recomputed moves none, and the
-    schedule of one stage per rank does not.
+    """The one that stands for all under which parameters lie as they do here: what is recomputed moves none, chunks of
+    the loss and the schedule of one stage per rank do not.
     """
     pipeline = strategy.pipeline if strategy.pipeline.virtual > 1 else replace(strategy.pipeline, schedule="1f1b")
-    rules = tuple(replace(rule, remat=None) for rule in strategy.rules if rule.axes or rule.zero is not None)
-    return replace(strategy, remat=None, pipeline=pipeline, rules=rules)
+    placing = [rule for rule in strategy.rules if rule.axes or rule.zero is not None]
+    rules = tuple(replace(rule, remat=None, chunks=None) for rule in placing)
+    return replace(strategy, remat=None, chunks=1, pipeline=pipeline, rules=rules)
 
 
 def rescheduled(strategy: Strategy) -> Strategy | None:

@@ -12,7 +12,7 @@ from fxpar.models import load
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.tracer import capture
 
-TEXTS = ["dp2.tp2+sp", "dp2.tp2+sp+remat(selective)", "dp2.tp2+sp+remat", "dp4+zero3+remat", "dp4+zero3", "dp4"]
+TEXTS = ["dp2.tp2+sp", "dp2.tp2+sp+remat(selective)", "dp2.tp2+sp+remat+chunks(2)", "dp4+zero3+remat", "dp4+zero3", "dp4+chunks(4)"]
 
 
 @functools.cache
@@ -42,7 +42,7 @@ def test_the_first_passes_run_once_for_what_differs_in_recomputation():
         def __call__(self, graph):
             runs.append(str(graph.strategy))
 
-    mine = LowerAlike(rows(), [*(passes := default_passes(for_store=True))[:-5], Counted(), *passes[-5:]])
+    mine = LowerAlike(rows(), [*(passes := default_passes(for_store=True))[:-6], Counted(), *passes[-6:]])
     first = mine(Strategy.parse("dp2.tp2+sp"))
     before = first.fingerprint()
     for text in TEXTS[1:]:
