@@ -8,15 +8,15 @@ from fxpar.memory import KINDS, Moment
 from fxpar.search.price import Candidate
 
 GAIN = 0.05  # of what a micro-batch takes: what twice as many chunks must save
-_RESULT = KINDS.index("result")
+_BACKWARD, _RESULT = KINDS.index("backward"), KINDS.index("result")
 
 
 def useful_chunks(one: Candidate, tokens: int) -> int:
     """The largest power of two that saves GAIN beside half as many chunks, for micro-batches of so many tokens: with it
     the logits are no longer the peak, or hardly. `one` has no stages, and its loss is whole. Nothing is lowered.
 
-    While there are logits, all that is held beyond what was there in front of them is as large as its chunk of tokens,
-    but gradients.
+    While there are logits, what is held is as large as a chunk of it, but for gradients of parameters, for what was
+    there in front of the logits, and for the gradient of the hidden states that they leave.
     """
     program = one.programs[0]
     moments = [moment for moment in one.over_time(program, tokens)[0].series.moments if moment.node is not None]
@@ -24,12 +24,12 @@ def useful_chunks(one: Candidate, tokens: int) -> int:
     if span is None:
         return 1
     first, last = span
-    base = _values_bytes(moments[first - 1]) if first else 0
-    inside = moments[first : last + 1]
-    elsewhere = max((moment.total_bytes for moment in (*moments[:first], *moments[last + 1 :])), default=0)
+    before, inside, behind = moments[:first], moments[first : last + 1], moments[last + 1 :]
+    whole = sum(_values_bytes(moment) for moment in before[-1:]) + sum(moment.sums[_BACKWARD] for moment in behind[:1])
+    elsewhere = max((moment.total_bytes for moment in (*before, *behind)), default=0)
 
     def peak(chunks: int) -> float:
-        in_chunks = max(m.sums[_RESULT] + base + max(_values_bytes(m) - base, 0) / chunks for m in inside)
+        in_chunks = max(m.sums[_RESULT] + whole + max(_values_bytes(m) - whole, 0) / chunks for m in inside)
         return max(in_chunks, elsewhere)
 
     chunks, beside = 1, one.memory(tokens).step_bytes - peak(1)
