@@ -58,9 +58,7 @@ def loss_span(calls: Sequence[fx.Node], dims: Iterable[Dim]) -> tuple[int, int] 
     return calls.index(head), max(i for i, node in enumerate(calls) if node in readers)
 
 
-def _head_of(
-    calls: Sequence[fx.Node], losses: Collection[fx.Node], at: Mapping[sympy.Symbol, int]
-) -> fx.Node | None:
+def _head_of(calls: Sequence[fx.Node], losses: Collection[fx.Node], at: Mapping[sympy.Symbol, int]) -> fx.Node | None:
     """Of calls in order; `losses` are results."""
     to_classes: dict[fx.Node, bool] = {}  # from here on without a product: whether a loss over classes is on the way
     for node in reversed([n for n in calls if not is_backward(n)]):
@@ -116,7 +114,7 @@ def find_region(graph: AnnotatedGraph, head: fx.Node, chunks: int) -> LossRegion
 def _made_of_logits(
     calls: Sequence[fx.Node], head: fx.Node, at: Mapping[sympy.Symbol, int]
 ) -> tuple[set[fx.Node], set[fx.Node], set[fx.Node]]:
-    """Of the calls behind the head: those that are made of the logits, the wide ones, and those that read a wide one."""
+    """Calls behind the head that are made of the logits; of them the wide ones; and those that read a wide one."""
     made, wide, readers = {head}, {head}, {head}
     most = _numel(head, at)
     for node in calls:

@@ -12,7 +12,14 @@ from fxpar.models import load
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.tracer import capture
 
-TEXTS = ["dp2.tp2+sp", "dp2.tp2+sp+remat(selective)", "dp2.tp2+sp+remat+chunks(2)", "dp4+zero3+remat", "dp4+zero3", "dp4+chunks(4)"]
+TEXTS = [
+    "dp2.tp2+sp",
+    "dp2.tp2+sp+remat(selective)",
+    "dp2.tp2+sp+remat+chunks(2)",
+    "dp4+zero3+remat",
+    "dp4+zero3",
+    "dp4+chunks(4)",
+]
 
 
 @functools.cache
@@ -32,7 +39,7 @@ def test_equals_lower(text):
     assert alike()(strategy).fingerprint() == lower(rows(), strategy, for_store=True).fingerprint()
 
 
-def test_the_first_passes_run_once_for_what_differs_in_recomputation():
+def test_the_first_passes_run_once_for_what_differs_in_recomputation_and_chunks():
     """And a program does not change with those lowered behind it."""
     runs = []
 
