@@ -81,7 +81,7 @@ def with_savings(shape: Strategy, level: int) -> Strategy | None:
 
 
 # How the ranks of a replica may be used in a module: an axis, and whether it needs the links inside of a node. A layout
-# is a product of them, outermost first. Bins are not among them: whether documents fit is not known here.
+# is a product of them, outermost first. Bins are not among them: they are for attention, see `in_bins`.
 ROLES = tuple((axis, USES[axis] == "weights") for axis in reversed(ROLE_AXES) if axis != BINS)
 
 
@@ -96,6 +96,11 @@ def role_layouts(ranks: int, per_node: int) -> list[Axes]:
             for degree in range(1, (min(rest, per_node) if inside_node else rest) + 1)
         ]
     return [axes for axes in found if math.prod(degree for _, degree in axes) == ranks]
+
+
+def in_bins(layout: Axes) -> Axes:
+    """With whole documents on the ranks that otherwise cut the tokens of each."""
+    return tuple((BINS if USES[name] == "tokens" else name, degree) for name, degree in layout)
 
 
 def layout_of_ranks(strategy: Strategy) -> Axes:
