@@ -6,7 +6,7 @@ savings      what saves memory (remat, ZeRO-3, chunks of the loss where logits a
              with all memory in the world
 sets         dynamic programming over the limits of groups; the best guesses are planned on sample mini-batches
              with their switches and reductions, until no other set can be faster
-schedules    pipelines of the best sets are tried under zb_h1, which waits less and keeps more
+pipelines    those of the best sets are tried under zb_h1, which waits less and keeps more, and with a whole loss
 rules        the best set and the best single strategy are tried with rules per module, see `fxpar.search.ruled`
 bound        each mini-batch cut at its own best limits, without borders and rests: no set without rules takes less
 """
@@ -32,7 +32,7 @@ from fxpar.search.price import Depth, Lower, Priced, optimizer_s
 from fxpar.search.pricing import PricedSet, SetPricer, moved_tokens
 from fxpar.search.ruled import Chosen, RuleSearch
 from fxpar.search.sets import DIFFERENT, Groups, RankedSet, ranked_sets
-from fxpar.search.space import FASTER_SCHEDULE, SAVINGS, rescheduled, with_savings, without_stages
+from fxpar.search.space import FASTER_SCHEDULE, SAVINGS, also_tried, rescheduled, with_savings, without_stages
 from fxpar.search.staged import StagedGuess
 from fxpar.search.switching import Outlines
 
@@ -286,24 +286,25 @@ class _Search:
     def _refined(self, groups: Groups, rules: bool) -> PricedSet:
         """A settled set, under a faster schedule and with rules where that takes less time."""
         settled, chosen = self.settled[groups], self._lowered(groups)
-        best = self._rescheduled(chosen, settled)
+        best = self._best_pipelines(chosen, settled)
         self.uniform_s = min(self.uniform_s, best.predicted_s)
         if not (rules and self.problem.rules):
             return best
         ruled, chosen = self.rules.better(chosen, settled)
-        return min(best, best if ruled is settled else self._rescheduled(chosen, ruled), key=_seconds)
+        return min(best, best if ruled is settled else self._best_pipelines(chosen, ruled), key=_seconds)
 
     @cached_property
     def rules(self) -> RuleSearch:
         return RuleSearch(self.known, self.pricer, self.candidates, self.said)
 
-    def _rescheduled(self, chosen: Chosen, best: PricedSet) -> PricedSet:
-        """A settled set, with pipelines under FASTER_SCHEDULE where that takes less time with the memory it needs."""
+    def _best_pipelines(self, chosen: Chosen, best: PricedSet) -> PricedSet:
+        """A settled set, with other pipelines where these take less time with the memory that they need."""
         for strategy in dict.fromkeys(one.strategy for _, one in chosen):
-            other = rescheduled(strategy)
-            faster = None if other is None else self.known.candidate(other, self.said)
-            if faster is not None:
-                tried = [(limit, faster if one.strategy == strategy else one) for limit, one in chosen]
+            settled = chosen
+            for other in (self.known.candidate(text, self.said) for text in also_tried(strategy)):
+                if other is None:
+                    continue
+                tried = [(limit, other if one.strategy == strategy else one) for limit, one in settled]
                 # As it is guessed first: what it holds takes longer to find than what it takes.
                 for settle in (False, True):
                     priced = self.pricer.price(tried, settle)

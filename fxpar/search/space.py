@@ -72,6 +72,17 @@ def rescheduled(strategy: Strategy) -> Strategy | None:
     return replace(strategy, pipeline=faster) if strategy.pipeline_size > 1 else None
 
 
+def also_tried(strategy: Strategy) -> tuple[Strategy, ...]:
+    """What to try in place of a pipeline that a set has: a schedule that waits less, and a loss that is whole, as the
+    rank that has it may have room where a guess has none.
+    """
+    faster = rescheduled(strategy)
+    if faster is None:
+        return ()
+    whole = (replace(strategy, chunks=1), replace(faster, chunks=1)) if strategy.chunks > 1 else ()
+    return faster, *whole
+
+
 def with_savings(shape: Strategy, level: int) -> Strategy | None:
     """`shape` with what level `level` of SAVINGS adds; None where that would change nothing."""
     zero, remat = SAVINGS[level]

@@ -7,6 +7,7 @@ import pytest
 from fxpar.ir.strategy import Strategy
 from fxpar.search import space
 from fxpar.search.space import (
+    also_tried,
     in_bins,
     layout_of_ranks,
     layout_rule,
@@ -52,3 +53,15 @@ def test_other_roles_for_the_same_ranks():
 def test_what_is_recomputed_or_runs_in_chunks_places_nothing():
     ruled = "dp4+remat+chunks(2)[layers.{0-3}: +remat(none); head: +zero3+remat+chunks(4)]"
     assert str(placed_alike(Strategy.parse(ruled))) == "dp4[head: +zero3]"
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("dp4+chunks(4)", []),
+        ("pp4", ["pp4+zb_h1"]),
+        ("pp4+chunks(4)", ["pp4+chunks(4)+zb_h1", "pp4", "pp4+zb_h1"]),
+    ],
+)
+def test_other_pipelines(text, want):
+    assert [str(one) for one in also_tried(Strategy.parse(text))] == want
