@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from fxpar.chunks import loss_span
+from fxpar.ir.strategy import Strategy
 from fxpar.ir.strategy_text import MOST_CHUNKS
 from fxpar.memory import KINDS, Moment
+from fxpar.search.known import KnownModel, Said
 from fxpar.search.price import Candidate
+from fxpar.search.pricing import SetPricer
+from fxpar.search.space import without_stages
 
-GAIN = 0.05  # of what a micro-batch takes: what twice as many chunks must save
+GAIN = 0.1  # of what a micro-batch takes: what twice as many chunks must save
 _BACKWARD, _RESULT = KINDS.index("backward"), KINDS.index("result")
+
+
+@dataclass
+class ChunkSearch:
+    """What `useful_chunks` says of strategies whose loss is whole, once for all that differ in stages alone: for as
+    many tokens as there is memory for without stages, or one sequence of the `longest`.
+    """
+
+    known: KnownModel
+    pricer: SetPricer
+    longest: int
+    said: Said
+    _found: dict[Strategy, int] = field(default_factory=dict, init=False)
+
+    def chunks(self, strategy: Strategy) -> int:
+        flat = strategy if strategy.pipeline_size == 1 else without_stages(strategy)
+        if flat not in self._found:
+            one = self.known.candidate(flat, self.said)
+            budget = None if one is None else self.pricer.budgets(one, [self.longest])[0]
+            self._found[flat] = 1 if one is None else useful_chunks(one, budget or self.longest)
+        return self._found[flat]
 
 
 def useful_chunks(one: Candidate, tokens: int) -> int:

@@ -25,7 +25,7 @@ from fxpar.errors import NoCandidateError, SequenceFitsNowhereError
 from fxpar.ir.collector import collector_paused
 from fxpar.ir.strategy import Strategy
 from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
-from fxpar.search.chunked import useful_chunks
+from fxpar.search.chunked import ChunkSearch
 from fxpar.search.known import KnownModel, Said
 from fxpar.search.lengths import length_edges
 from fxpar.search.price import Depth, Lower, Priced, optimizer_s
@@ -147,6 +147,7 @@ class _Search:
             problem.overlap,
             switches=self.known.switches,
         )
+        self.chunked = ChunkSearch(self.known, self.pricer, problem.longest, self.said)
 
     # ------------------------------------------------------------------------------------------------ candidates
     def lower_all(self) -> None:
@@ -177,14 +178,8 @@ class _Search:
         wanted = self.pricer.largest if self.problem.packed else 0
         if not any(budget is None or budget < wanted for budget in budgets):
             return None
-        chunks = self._chunks(strategy, budgets[-1] or self.problem.longest) if shape.chunks == 1 else 1
+        chunks = self.chunked.chunks(strategy) if shape.chunks == 1 else 1
         return (replace(shape, chunks=chunks), level) if chunks > 1 else more
-
-    def _chunks(self, strategy: Strategy, tokens: int) -> int:
-        """In how many chunks the loss should run for micro-batches of so many tokens, without stages."""
-        flat = strategy if strategy.pipeline_size == 1 else without_stages(strategy)
-        one = self.known.candidate(flat, self.said)
-        return 1 if one is None else useful_chunks(one, tokens)
 
     def _guessed(self, strategy: Strategy) -> StagedGuess | None:
         """For a pipeline, from the same strategy without stages, if that can be priced from two samples."""
