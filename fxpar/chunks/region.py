@@ -7,7 +7,7 @@ lies between the head and such a reader: the forward of the loss, its backward, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -17,7 +17,7 @@ from torch import fx
 from fxpar.chunks.tokens import TokenCuts, cut_tokens
 from fxpar.errors import ChunkedLossError
 from fxpar.ir.exec_graph import collective_kind
-from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.graph import AnnotatedGraph, Dim, TensorMeta
 from fxpar.ir.node_meta import is_backward, is_size, local_meta, local_tensor, phase_of, tensor_of
 from fxpar.ir.pass_base import ancestors
 from fxpar.ir.serialize import OpOverload
@@ -45,8 +45,25 @@ def find_head(graph: AnnotatedGraph) -> fx.Node | None:
     """
     losses = [n for n, out in zip(graph.results, graph.outputs, strict=True) if out.kind == "loss"]
     behind = ancestors(losses)
-    forward = [n for n in _body(graph) if n in behind and not is_backward(n)]
+    return _head_of([n for n in _body(graph) if n in behind], losses, _many(graph.dims))
+
+
+def loss_span(calls: Sequence[fx.Node], dims: Iterable[Dim]) -> tuple[int, int] | None:
+    """Where in the calls of a lowered body (`ExecGraph`) logits, or what is made of them and about as large, are there:
+    places of the head and of the last call that reads such a value. None where no loss over classes is.
+    """
+    at = _many(dims)
+    head = _head_of(calls, [n for n in calls if any(u.op == "output" for u in n.users)], at)
+    if head is None:
+        return None
+    readers = _made_of_logits(calls, head, at)[2]
+    return calls.index(head), max(i for i, node in enumerate(calls) if node in readers)
+
+
+def _head_of(calls: Sequence[fx.Node], losses: Collection[fx.Node], at: Mapping[sympy.Symbol, int]) -> fx.Node | None:
+    """Of calls in order; `losses` are results."""
     to_classes: dict[fx.Node, bool] = {}  # from here on without a product: whether a loss over classes is on the way
+    forward = [n for n in calls if not is_backward(n)]
     for node in reversed(forward):
         users = [u for u in node.users if u in to_classes and not _is_model(u)]
         direct = node in losses or any(phase_of(u) != "body" for u in node.users)
@@ -54,7 +71,6 @@ def find_head(graph: AnnotatedGraph) -> fx.Node | None:
             of_classes = node.target in LABEL_LOSSES or computes(node.target) == "softmax"
             to_classes[node] = of_classes or any(to_classes[u] for u in users)
     heads = [n for n in forward if to_classes.get(n) and is_product(n.target)]
-    at = _many(graph)
     return max(heads, key=lambda n: tensor_of(n).numel(at), default=None)
 
 
@@ -84,18 +100,9 @@ def find_region(graph: AnnotatedGraph, head: fx.Node, chunks: int) -> LossRegion
     """
     body = _body(graph)
     members = set(body)
-    made = {head}  # of the logits
-    wide, readers = {head}, {head}
-    at = _many(graph)
+    at = _many(graph.dims)
     most = _numel(head, at)
-    for node in body:
-        if node in made or not any(o in made for o in node.all_input_nodes):
-            continue
-        made.add(node)
-        if any(o in wide for o in node.all_input_nodes):
-            readers.add(node)
-            if not _is_model(node) and 2 * _numel(node, at) > most:
-                wide.add(node)
+    made, wide, readers = _made_of_logits(body, head, at)
     outside = next((n for n in wide if any(u not in members for u in n.users)), None)
     if outside is not None:
         raise ChunkedLossError(_given(graph, chunks), _words(outside), "leaves the step as a result, for all tokens")
@@ -105,6 +112,23 @@ def find_region(graph: AnnotatedGraph, head: fx.Node, chunks: int) -> LossRegion
     if isinstance(cuts, tuple):
         raise ChunkedLossError(_given(graph, chunks), _words(cuts[0]), cuts[1])
     return LossRegion(head, tuple(sorted(cuts.makes)), cuts)
+
+
+def _made_of_logits(
+    calls: Sequence[fx.Node], head: fx.Node, at: Mapping[sympy.Symbol, int]
+) -> tuple[set[fx.Node], set[fx.Node], set[fx.Node]]:
+    """Calls behind the head that are made of the logits; of them the wide ones; and those that read a wide one."""
+    made, wide, readers = {head}, {head}, {head}
+    most = _numel(head, at)
+    for node in calls:
+        if node in made or not any(o in made for o in node.all_input_nodes):
+            continue
+        made.add(node)
+        if any(o in wide for o in node.all_input_nodes):
+            readers.add(node)
+            if not _is_model(node) and 2 * _numel(node, at) > most:
+                wide.add(node)
+    return made, wide, readers
 
 
 def _body(graph: AnnotatedGraph) -> list[fx.Node]:
@@ -128,8 +152,8 @@ def _with_parts(nodes: list[fx.Node], body: list[fx.Node]) -> list[fx.Node]:
     return [n for n in body if n in found]
 
 
-def _many(graph: AnnotatedGraph) -> Mapping[sympy.Symbol, int]:
-    return {dim.symbol: _MANY for dim in graph.dims}
+def _many(dims: Iterable[Dim]) -> Mapping[sympy.Symbol, int]:
+    return {dim.symbol: _MANY for dim in dims}
 
 
 def _numel(node: fx.Node, dims: Mapping[sympy.Symbol, int]) -> int:

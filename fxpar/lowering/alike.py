@@ -1,4 +1,4 @@
-"""`LowerAlike`: strategies that differ only in what is recomputed climb together until that is chosen."""
+"""`LowerAlike`: strategies that differ only in what saves memory on a rank climb together until that is chosen."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering.driver import split_phases
 from fxpar.lowering.ladder import climb, run_passes
-from fxpar.passes.rematerialize import Rematerialize
+from fxpar.passes.chunk_loss import ChunkLoss
 
 
 @dataclass(frozen=True)
 class LowerAlike:
     """`lower(logical, strategy, passes=passes, verified=False)` for many strategies without pp; the graph in front of
-    `rematerialize` is kept for each that differs in more than what is recomputed.
+    `chunk_loss` is kept for each that differs in more than the chunks of the loss and what is recomputed.
     """
 
     logical: LogicalGraph
@@ -29,7 +29,7 @@ class LowerAlike:
     def __call__(self, strategy: Strategy) -> ExecGraph:
         """The program, equal to that of `lower`. Raises as `lower` does."""
         names = [step.name for step in self.passes]
-        middle = names.index(Rematerialize.name)
+        middle = names.index(ChunkLoss.name)
         with collector_paused():
             graph = self._in_front(strategy, list(self.passes[:middle]))
             climb(graph, list(self.passes[middle:]), verified=False)
@@ -37,7 +37,7 @@ class LowerAlike:
 
     def _in_front(self, strategy: Strategy, passes: list[GraphPass]) -> AnnotatedGraph:
         """A graph of one's own."""
-        key = replace(strategy, remat=None)
+        key = replace(strategy, remat=None, chunks=1)
         if key not in self._reached:
             self._reached[key] = run_passes(self.logical, key, passes, None, verified=False)[0]
         found = self._reached[key]

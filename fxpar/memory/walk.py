@@ -161,7 +161,10 @@ class _Walk:
         trace = self.traces[stage, again]
         later = self._keys(stage, number, trace.kept(name)) if not adds else set()
         kept = self.kept.pop((stage, number))
-        results = self._part(action, trace, name, kept - later)
+        # A loss in chunks may have made the gradient that is sent, in the forward.
+        storages = self._sent_storages(action, "gradient", trace) if action.part != "W" else []
+        sent = self._keys(stage, number, storages) & (kept - later)
+        results = self._part(action, trace, name, kept - later - sent)
         self.kept[stage, number] = kept & later
         if action.part == "I":
             for key in later - kept:
@@ -170,10 +173,12 @@ class _Walk:
             self.handed[stage, number] = self._pass_on(action, "gradient", trace)
             for key in self.handed[stage, number]:
                 self.ledger.hold(key)
+            self.ledger.drop_all(sent)
         else:
             del self.kept[stage, number]
             if action.part == "B":
                 self._pass_on(action, "gradient", trace)
+                self.ledger.drop_all(sent)
             if stage not in self.adding:
                 self._own(stage)
             self.ledger.drop_all(self.handed.pop((stage, number), ()))
@@ -209,14 +214,18 @@ class _Walk:
             return []
         part = trace.parts[_PARTS[action.part]]
         keys: list[Hashable] = []
-        for storage in part.results[: len(self.stages[stage].given(_SENT[what]))]:
-            if storage is not None and storage not in trace.lasting:
-                keys.append(self._key(stage, number, storage))
-                self.ledger.hold(keys[-1])
-                if storage in part.makes and keys[-1] not in self.kept.get((stage, number), ()):
-                    self.ledger.turn(keys[-1], "message")
+        for storage in self._sent_storages(action, what, trace):
+            keys.append(self._key(stage, number, storage))
+            self.ledger.hold(keys[-1])
+            if storage in part.makes and keys[-1] not in self.kept.get((stage, number), ()):
+                self.ledger.turn(keys[-1], "message")
         self.messages[transfer] = keys
         return keys
+
+    def _sent_storages(self, action: Action, what: str, trace: StageTrace) -> list[int]:
+        """Storages of what a part sends, but those that last."""
+        results = trace.parts[_PARTS[action.part]].results[: len(self.stages[action.stage].given(_SENT[what]))]
+        return [storage for storage in results if storage is not None and storage not in trace.lasting]
 
     def _own(self, stage: int) -> None:
         """Gradients of the first micro-batch become what later ones add to."""

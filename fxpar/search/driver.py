@@ -1,11 +1,12 @@
 """`find_plan`: from a model, a cluster and lengths to the sets of strategies that take least time, and the bound.
 
 shapes       every degree of dp, pp, cp, tp of the world; each lowered once
-savings      what saves memory (remat, ZeRO-3) is lowered for the lengths that a shape does not hold without, unless
-             some other shape is faster there than this one could be even with all memory in the world
+savings      what saves memory (remat, ZeRO-3, chunks of the loss where logits are the peak) is lowered for the lengths
+             that a shape does not hold without, unless some other shape is faster there than this one could be even
+             with all memory in the world
 sets         dynamic programming over the limits of groups; the best guesses are planned on sample mini-batches
              with their switches and reductions, until no other set can be faster
-schedules    pipelines of the best sets are tried under zb_h1, which waits less and keeps more
+pipelines    those of the best sets are tried under zb_h1, which waits less and keeps more, and with a whole loss
 rules        the best set and the best single strategy are tried with rules per module, see `fxpar.search.ruled`
 bound        each mini-batch cut at its own best limits, without borders and rests: no set without rules takes less
 """
@@ -24,13 +25,14 @@ from fxpar.errors import NoCandidateError, SequenceFitsNowhereError
 from fxpar.ir.collector import collector_paused
 from fxpar.ir.strategy import Strategy
 from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
+from fxpar.search.chunked import ChunkSearch
 from fxpar.search.known import KnownModel, Said
 from fxpar.search.lengths import length_edges
 from fxpar.search.price import Depth, Lower, Priced, optimizer_s
 from fxpar.search.pricing import PricedSet, SetPricer, moved_tokens
 from fxpar.search.ruled import Chosen, RuleSearch
 from fxpar.search.sets import DIFFERENT, Groups, RankedSet, ranked_sets
-from fxpar.search.space import FASTER_SCHEDULE, SAVINGS, rescheduled, with_savings, without_stages
+from fxpar.search.space import FASTER_SCHEDULE, SAVINGS, also_tried, rescheduled, with_savings, without_stages
 from fxpar.search.staged import StagedGuess
 from fxpar.search.switching import Outlines
 
@@ -145,27 +147,28 @@ class _Search:
             problem.overlap,
             switches=self.known.switches,
         )
+        self.chunked = ChunkSearch(self.known, self.pricer, problem.longest, self.said)
 
     # ------------------------------------------------------------------------------------------------ candidates
     def lower_all(self) -> None:
-        """The shapes, then what saves memory, level by level."""
+        """The shapes, then what saves memory, level by level, with the loss in chunks where that helps."""
         left = [(shape, 0) for shape in self.problem.shapes]
         while left:
-            tried = [(shape, level, self._add(shape, level)) for shape, level in left]
-            left = [(shape, level + 1) for shape, level, more in tried if more and level + 1 < len(SAVINGS)]
-            left = [one for one in left if self._may_help(*one)]
+            following = [self._add(*one) for one in left]
+            left = [one for one in following if one is not None and self._may_help(*one)]
         if not self.candidates:
             raise NoCandidateError(f"{name}: {why}" for name, why in self.known.refused.items())
 
-    def _add(self, shape: Strategy, level: int) -> bool:
-        """Lower a strategy, if it is one; whether a shape may need more savings."""
+    def _add(self, shape: Strategy, level: int) -> tuple[Strategy, int] | None:
+        """Lower a strategy, if it is one; what to try next of a shape that may need more savings."""
         strategy = with_savings(shape, level)
+        more = (replace(shape, chunks=1), level + 1) if level + 1 < len(SAVINGS) else None
         if strategy is None:
-            return True
+            return more
         with collector_paused():
             one = self._guessed(strategy) or self.known.candidate(strategy, self.said)
             if one is None:
-                return False
+                return more if shape.chunks > 1 else None
             budgets = self.pricer.budgets(one, self.intervals.edges)
             self.candidates.append(one)
             self.seconds.append(least_seconds(one.cost, strategy, budgets, self.intervals))
@@ -173,7 +176,10 @@ class _Search:
             faster = replace(one.cost, schedule=FASTER_SCHEDULE) if rescheduled(strategy) else one.cost
             self.least = np.minimum(self.least, least_seconds(faster, strategy, budgets, self.intervals))
         wanted = self.pricer.largest if self.problem.packed else 0
-        return any(budget is None or budget < wanted for budget in budgets)
+        if not any(budget is None or budget < wanted for budget in budgets):
+            return None
+        chunks = self.chunked.chunks(strategy) if shape.chunks == 1 else 1
+        return (replace(shape, chunks=chunks), level) if chunks > 1 else more
 
     def _guessed(self, strategy: Strategy) -> StagedGuess | None:
         """For a pipeline, from the same strategy without stages, if that can be priced from two samples."""
@@ -275,24 +281,25 @@ class _Search:
     def _refined(self, groups: Groups, rules: bool) -> PricedSet:
         """A settled set, under a faster schedule and with rules where that takes less time."""
         settled, chosen = self.settled[groups], self._lowered(groups)
-        best = self._rescheduled(chosen, settled)
+        best = self._best_pipelines(chosen, settled)
         self.uniform_s = min(self.uniform_s, best.predicted_s)
         if not (rules and self.problem.rules):
             return best
         ruled, chosen = self.rules.better(chosen, settled)
-        return min(best, best if ruled is settled else self._rescheduled(chosen, ruled), key=_seconds)
+        return min(best, best if ruled is settled else self._best_pipelines(chosen, ruled), key=_seconds)
 
     @cached_property
     def rules(self) -> RuleSearch:
         return RuleSearch(self.known, self.pricer, self.candidates, self.said)
 
-    def _rescheduled(self, chosen: Chosen, best: PricedSet) -> PricedSet:
-        """A settled set, with pipelines under FASTER_SCHEDULE where that takes less time with the memory it needs."""
+    def _best_pipelines(self, chosen: Chosen, best: PricedSet) -> PricedSet:
+        """A settled set, with other pipelines where these take less time with the memory that they need."""
         for strategy in dict.fromkeys(one.strategy for _, one in chosen):
-            other = rescheduled(strategy)
-            faster = None if other is None else self.known.candidate(other, self.said)
-            if faster is not None:
-                tried = [(limit, faster if one.strategy == strategy else one) for limit, one in chosen]
+            settled = chosen
+            for other in (self.known.candidate(text, self.said) for text in also_tried(strategy)):
+                if other is None:
+                    continue
+                tried = [(limit, other if one.strategy == strategy else one) for limit, one in settled]
                 # As it is guessed first: what it holds takes longer to find than what it takes.
                 for settle in (False, True):
                     priced = self.pricer.price(tried, settle)

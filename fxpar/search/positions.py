@@ -7,9 +7,11 @@ from dataclasses import replace
 
 from fxpar.cost.calls import NOMINAL_TOKENS, node_costs
 from fxpar.ir.module_rules import ModuleRule
+from fxpar.ir.node_meta import fqn_of
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.remat import Remat
 from fxpar.ir.strategy import Strategy
+from fxpar.ops.traits import ATTENTION
 from fxpar.search.kinds import Layers, numbered
 from fxpar.search.price import Candidate
 
@@ -32,6 +34,12 @@ def globs_of_weight(flat: Candidate, layers: Layers, least: float) -> list[str]:
             matrices.add(place)
     shares = [{place: one / sum(found.values()) for place, one in found.items()} for found in (seconds, elements)]
     return [place for place in seconds if place in matrices and max(s.get(place, 0.0) for s in shares) >= least]
+
+
+def globs_of_attention(flat: Candidate, layers: Layers) -> set[str]:
+    """Globs of the positions that have an attention of documents. `flat` has no stages."""
+    nodes = (node for part in flat.programs[-1].parts.values() for node in part.graph.nodes)
+    return {position_of(fqn_of(node), layers) for node in nodes if node.target in ATTENTION}
 
 
 def position_of(fqn: str, layers: Layers) -> str:

@@ -3,8 +3,9 @@
 runs     per shape, some layers of each stage recompute more than the others: between two strategies that differ in that
          alone, time and memory are taken to be on the line, and the number of layers is the best that memory allows
 roles    positions are the modules of a layer, and those outside of layers. What it takes to run one of them under other
-         roles is what a program with that one rule takes more, borders included. Dynamic programming over positions
-         keeps what no other choice beats in memory, seconds of a micro-batch, and seconds of the gradient sync
+         roles is what a program with that one rule takes more, borders included. Attention is tried with documents in
+         bins too, where these hold the longest one. Dynamic programming over positions keeps what no other choice
+         beats in memory, seconds of a micro-batch, and seconds of the gradient sync
 decision the best proposals are lowered, and a set with one of them is planned as any other set is
 
 A set with rules is taken only where it is faster, so with rules no plan gets worse.
@@ -25,10 +26,18 @@ from fxpar.search.blends import Blend, Changed
 from fxpar.search.bounds import Intervals, least_seconds
 from fxpar.search.fronts import undominated
 from fxpar.search.known import KnownModel, Said
-from fxpar.search.positions import globs_of_weight, with_run
+from fxpar.search.positions import globs_of_attention, globs_of_weight, with_run
 from fxpar.search.price import Priced
 from fxpar.search.pricing import PricedSet, SetPricer
-from fxpar.search.space import layout_of_ranks, layout_rule, role_layouts, single_axis, with_layout, without_stages
+from fxpar.search.space import (
+    in_bins,
+    layout_of_ranks,
+    layout_rule,
+    role_layouts,
+    single_axis,
+    with_layout,
+    without_stages,
+)
 from fxpar.search.staged import StagedGuess
 
 TRIED = 3  # proposals that are lowered for a strategy, of either kind
@@ -185,11 +194,13 @@ class RuleSearch:
             return []
         points: list[Point] = [()]
         sums = np.zeros((1, 3))
+        attention = globs_of_attention(flat, layers)
         for glob in globs_of_weight(flat, layers, SMALL):
             options: list[tuple[Point, np.ndarray]] = [((), np.zeros(3))]
-            for rule in self._rules(base, glob, layouts):
+            bins = [in_bins(layout) for layout in layouts if glob in attention]
+            for rule in self._rules(base, glob, list(dict.fromkeys([*layouts, *bins]))):
                 priced = self._alone(replace(base, rules=(rule,)))
-                if priced is not None:
+                if priced is not None and (priced.strategy.bins == 1 or group.seconds(priced) < np.inf):
                     more = _taken(priced, group.limit) - _taken(alone, group.limit)
                     options.append((((rule, priced),), more))
             new = (sums[:, None] + np.array([more for _, more in options])).reshape(-1, 3)

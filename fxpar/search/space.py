@@ -57,18 +57,30 @@ def without_stages(strategy: Strategy) -> Strategy:
 
 
 def placed_alike(strategy: Strategy) -> Strategy:
-    """The one that stands for all under which parameters lie as they do here: what is recomputed moves none, and the
-    schedule of one stage per rank does not.
+    """The one that stands for all under which parameters lie as they do here: what is recomputed moves none, chunks of
+    the loss and the schedule of one stage per rank do not.
     """
     pipeline = strategy.pipeline if strategy.pipeline.virtual > 1 else replace(strategy.pipeline, schedule="1f1b")
-    rules = tuple(replace(rule, remat=None) for rule in strategy.rules if rule.axes or rule.zero is not None)
-    return replace(strategy, remat=None, pipeline=pipeline, rules=rules)
+    placing = [rule for rule in strategy.rules if rule.axes or rule.zero is not None]
+    rules = tuple(replace(rule, remat=None, chunks=None) for rule in placing)
+    return replace(strategy, remat=None, chunks=1, pipeline=pipeline, rules=rules)
 
 
 def rescheduled(strategy: Strategy) -> Strategy | None:
     """Under FASTER_SCHEDULE; None if there are no stages."""
     faster = replace(strategy.pipeline, schedule=FASTER_SCHEDULE)
     return replace(strategy, pipeline=faster) if strategy.pipeline_size > 1 else None
+
+
+def also_tried(strategy: Strategy) -> tuple[Strategy, ...]:
+    """What to try in place of a pipeline that a set has: a schedule that waits less, and a loss that is whole, as the
+    rank that has it may have room where a guess has none.
+    """
+    faster = rescheduled(strategy)
+    if faster is None:
+        return ()
+    whole = (replace(strategy, chunks=1), replace(faster, chunks=1)) if strategy.chunks > 1 else ()
+    return faster, *whole
 
 
 def with_savings(shape: Strategy, level: int) -> Strategy | None:
@@ -80,7 +92,7 @@ def with_savings(shape: Strategy, level: int) -> Strategy | None:
 
 
 # How the ranks of a replica may be used in a module: an axis, and whether it needs the links inside of a node. A layout
-# is a product of them, outermost first. Bins are not among them: whether documents fit is not known here.
+# is a product of them, outermost first. Bins are not among them: they are for attention, see `in_bins`.
 ROLES = tuple((axis, USES[axis] == "weights") for axis in reversed(ROLE_AXES) if axis != BINS)
 
 
@@ -95,6 +107,11 @@ def role_layouts(ranks: int, per_node: int) -> list[Axes]:
             for degree in range(1, (min(rest, per_node) if inside_node else rest) + 1)
         ]
     return [axes for axes in found if math.prod(degree for _, degree in axes) == ranks]
+
+
+def in_bins(layout: Axes) -> Axes:
+    """With whole documents on the ranks that otherwise cut the tokens of each."""
+    return tuple((BINS if USES[name] == "tokens" else name, degree) for name, degree in layout)
 
 
 def layout_of_ranks(strategy: Strategy) -> Axes:

@@ -233,6 +233,15 @@ def test_a_schedule_that_waits_less_is_found():
     assert find_plan(tight, lowered, outlined).best_static.strategies == ("pp2",)
 
 
+def test_a_pipeline_that_holds_its_logits_has_them_whole():
+    """A set has chunks for what a guess cannot hold."""
+    given = problem(None, 1, names=("pp2",))
+    search = _Search(given, given.known(lowered, outlined), lambda _: None)
+    chosen = [(512, search.known.candidate(Strategy.parse("pp2+chunks(8)"), lambda _: None))]
+    (group,) = search._best_pipelines(chosen, search.pricer.price(chosen, settle=True)).groups
+    assert group.strategy == "pp2+zb_h1"
+
+
 def test_a_group_that_no_mini_batch_has_is_none():
     given = problem(9_000_000, names=("dp2", "tp2+sp"))
     search = _Search(given, given.known(lowered, outlined), lambda _: None)

@@ -6,7 +6,7 @@ import pytest
 
 from fxpar.ir.strategy import Strategy
 from fxpar.search.kinds import Layers
-from fxpar.search.positions import globs_of_weight, position_of, times, with_run
+from fxpar.search.positions import globs_of_attention, globs_of_weight, position_of, times, with_run
 from fxpar.search.price import candidate
 from tests.search.shallow import shallow
 from tests.search.test_kinds import CLUSTER, LAYERS
@@ -40,6 +40,7 @@ def test_positions_of_a_model_have_matrices_and_weight():
     )
     assert globs_of_weight(flat, layers, 0.0) == ["embedding", "*.attention", "*.ffn", "head"]
     assert set(globs_of_weight(flat, layers, 0.2)) <= {"*.attention", "*.ffn"}
+    assert globs_of_attention(flat, layers) == {"*.attention"}
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def priced(text: str, whole: bool) -> Candidate:
     return candidate(lowered, Strategy.parse(text), CLUSTER, depth(text, whole), (64, 512, 4096))
 
 
-FLAT = ["dp4", "dp2.tp2+sp", "cp4", "dp4+zero3", "dp2.tp2+sp+remat"]
+FLAT = ["dp4", "dp2.tp2+sp", "cp4", "dp4+zero3", "dp2.tp2+sp+remat", "dp4+remat+chunks(4)"]
 
 
 @pytest.mark.parametrize("text", thinned(FLAT, ["dp4", "dp4+zero3", "dp2.tp2+sp+remat"]))

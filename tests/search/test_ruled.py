@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from fxpar.cli.options import GraphSource
+from fxpar.cli.shallow import Shallow
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.device import CPU
 from fxpar.ir.strategy import Strategy
@@ -133,3 +135,39 @@ def test_a_blend_is_what_the_mixture_takes():
     guess = Blend(both.strategy, CLUSTER, less.anchors, less, more, 2 / LAYERS)
     assert guess.cost.seconds([LONGEST]) == pytest.approx(both.cost.seconds([LONGEST]), rel=0.01)
     assert guess.memory(LONGEST).peak_bytes == pytest.approx(both.memory(LONGEST).peak_bytes, rel=0.05)
+
+
+@functools.cache
+def by_attention(gb_per_s: float) -> KnownModel:
+    """Two ranks; a model of attention and feed-forward, with links of such a rate."""
+    model = Shallow(GraphSource("llama", world=2, options=("layers=4", "vocab=16")))
+    cluster = ClusterSpec(1, 2, intra_gb_per_s=gb_per_s, inter_gb_per_s=gb_per_s, latency_us=20.0, device=CPU)
+    return KnownModel(model.lower, model.outlines, cluster, model.depth, ANCHORS)
+
+
+def planned(gb_per_s: float, memory_bytes: int, *names: str) -> Found:
+    given, known_ = problem(memory_bytes, *names), by_attention(gb_per_s)
+    batches = mini_batches(read_lengths(f"github:{LONGEST}"), ANCHORS[1], 2)
+    return find_plan_of(replace(given, cluster=known_.cluster, depth=known_.depth, batches=batches), known_)
+
+
+def test_bins_win_where_links_are_slow():
+    """Against tokens for heads, which sends more."""
+    one = planned(0.05, 10**9, "cp2")
+    assert one.plans[0].strategies == ("tp2+sp[*.attention: rows2; *.ffn: cp2]",)
+    assert one.won > 0.25
+
+
+def test_bins_that_do_not_hold_the_longest_are_not_tried():
+    """There is room for 700 tokens, and the two bins of a micro-batch need 512 each."""
+    alone = by_attention(0.05).candidate(Strategy.parse("tp2+sp"), lambda _: None)
+    assert alone is not None
+    one = planned(0.05, alone.at(700).peak_bytes, "tp2+sp")
+    assert one.won > 0.1
+    assert "rows" not in one.plans[0].strategies[0]
+
+
+@pytest.mark.nightly
+def test_bins_are_not_taken_where_links_are_fast():
+    """Bins are filled unevenly."""
+    assert planned(50.0, 10**9, "cp2").plans[0].strategies == ("cp2",)

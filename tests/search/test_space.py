@@ -6,7 +6,16 @@ import pytest
 
 from fxpar.ir.strategy import Strategy
 from fxpar.search import space
-from fxpar.search.space import layout_of_ranks, layout_rule, placed_alike, role_layouts, single_axis, with_layout
+from fxpar.search.space import (
+    also_tried,
+    in_bins,
+    layout_of_ranks,
+    layout_rule,
+    placed_alike,
+    role_layouts,
+    single_axis,
+    with_layout,
+)
 
 
 def written(layouts) -> list[str]:
@@ -38,8 +47,21 @@ def test_other_roles_for_the_same_ranks():
     assert str(with_layout(strategy, (("cp", 8),))) == "dp2.pp2.cp8+zero1"
     assert str(layout_rule("*.ffn", (("cp", 2), ("tp", 4)), None)) == "*.ffn: cp2.tp4+sp"
     assert str(layout_rule("*.ffn", (), 3)) == "*.ffn: +zero3"
+    assert in_bins((("cp", 2), ("tp", 4))) == (("rows", 2), ("tp", 4))
 
 
-def test_what_is_recomputed_places_nothing():
-    ruled = "dp4+remat[layers.{0-3}: +remat(none); head: +zero3+remat]"
+def test_what_is_recomputed_or_runs_in_chunks_places_nothing():
+    ruled = "dp4+remat+chunks(2)[layers.{0-3}: +remat(none); head: +zero3+remat+chunks(4)]"
     assert str(placed_alike(Strategy.parse(ruled))) == "dp4[head: +zero3]"
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("dp4+chunks(4)", []),
+        ("pp4", ["pp4+zb_h1"]),
+        ("pp4+chunks(4)", ["pp4+chunks(4)+zb_h1", "pp4", "pp4+zb_h1"]),
+    ],
+)
+def test_other_pipelines(text, want):
+    assert [str(one) for one in also_tried(Strategy.parse(text))] == want
