@@ -24,6 +24,7 @@ from fxpar.cli.options import (
     split_strategies,
 )
 from fxpar.errors import UnknownModelError, nearest
+from fxpar.ir.module_rules import split_outside
 
 TABLES = ("hotspa-fig8", "hotspa-table3", "hspmd-pair")  # of papers, each a function of `fxpar.cli.simulate`
 _ASSIGNMENT = re.compile(r"\w+=")
@@ -98,7 +99,7 @@ class SimulateRequest:
     @property
     def strategy_texts(self) -> list[str]:
         """Without limits."""
-        return [text.partition(":")[0] for text in self.named]
+        return [split_outside(text, ":")[0] for text in self.named]
 
     @property
     def memory_bytes(self) -> int | None:

@@ -12,15 +12,14 @@ LENGTHS = ["--lengths", "github:256", "--tokens-per-step", "2048", "--samples", 
 
 
 def test_it_prices_what_is_named(tmp_path):
-    path = tmp_path / "set.json"
-    status, text, _ = fxpar(
-        "simulate", "llama", "--set", "layers=1", "--set", "dp2:64", "cp2", *LENGTHS, "--json", path
-    )
+    path, ruled = tmp_path / "set.json", "dp2[*.ffn: +remat]"  # the limit is what stands behind the rules
+    words = ["--set", "layers=1", "--set", f"{ruled}:64", "cp2", *LENGTHS, "--json", path]
+    status, text, _ = fxpar("simulate", "llama", *words)
     assert status == 0
     data = json.loads(path.read_text())
-    assert [(group["limit"], group["strategy"]) for group in data["groups"]] == [(64, "dp2"), (256, "cp2")]
+    assert [(group["limit"], group["strategy"]) for group in data["groups"]] == [(64, ruled), (256, "cp2")]
     assert {"predicted_s", "memory_bytes", "switch_s", "reduce_s"} <= data.keys()
-    assert set(data["static_s"]) == {"dp2", "cp2"}
+    assert set(data["static_s"]) == {ruled, "cp2"}
     assert data["best_static"]["predicted_s"] == min(data["static_s"].values())
     # Such short mini-batches are not worth a switch: one group takes all, and a line says so.
     assert [group["tokens"] > 0 for group in data["groups"]] == [False, True]
