@@ -42,7 +42,9 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.parametrize(("combination", "network", "gigabytes", "times"), thinned(PUBLISHED, (PUBLISHED[1], PUBLISHED[8])))
+@pytest.mark.parametrize(
+    ("combination", "network", "gigabytes", "times"), thinned(PUBLISHED, (PUBLISHED[1], PUBLISHED[8]))
+)
 def test_published_sums(combination, network, gigabytes, times):
     searched = search(combination, network, "hotspa", by="seconds")
     given = searched.evaluate(C[combination].split())
