@@ -85,8 +85,8 @@ STRATEGIES = [
     "pp2.tp2+sp[{a}: rows2; {b}.1: cp2]",
 ]
 
-# Each is part of one above, or of a test below, that has the same change of roles and something more; or has together what
-# two of these have. Nightly: they say which part fails.
+# Each is part of one above, or of a test below, that has the same change of roles and something more; or has together
+# what two of these have. Nightly: they say which part fails.
 COVERED = [
     "tp2+sp[{a}: cp2]",
     "tp4+sp[{f}: cp4]",
