@@ -8,6 +8,7 @@ folder with code, add it to the `packages` list of pyproject.toml as well.
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import tomllib
 from collections.abc import Iterator
@@ -200,14 +201,20 @@ def host_problem(path: str, unit: str, found: Import) -> str:
     return f"imports {host}, which belongs in {', '.join(sorted(HOST_UNITS))} or tracer/hosts*.py"
 
 
+@functools.cache  # two tests look at all files
+def scanned(path: str, source: str) -> Scan:
+    scan = Scan(package_of(os.path.dirname(path)))
+    scan.visit(ast.parse(source))
+    return scan
+
+
 def problems(path: str, source: str) -> Iterator[str]:
     """All violations in one file, as `path:line: what is wrong`."""
     unit = unit_of(path)
     if unit not in LAYERS:
         yield f"{path}:1: {unit!r} has no row in LAYER_TABLE of tests/test_layers.py"
         return
-    scan = Scan(package_of(os.path.dirname(path)))
-    scan.visit(ast.parse(source))
+    scan = scanned(path, source)
     for found in scan.imports:
         for problem in (direction_problem(unit, found), host_problem(path, unit, found)):
             if problem:
@@ -244,8 +251,7 @@ def test_no_circles_between_files():
         paths[f"{package_of(where.parent.as_posix())}.{where.stem}".removesuffix(".__init__")] = path
     below: dict[str, set[str]] = {}
     for name, path in paths.items():
-        scan = Scan(package_of(path.parent.relative_to(ROOT).as_posix()))
-        scan.visit(ast.parse(path.read_text()))
+        scan = scanned(path.relative_to(ROOT).as_posix(), path.read_text())
         found = {i.dotted if i.dotted in paths else i.module or i.dotted for i in scan.imports}
         below[name] = found & paths.keys() - {name}
     try:

@@ -34,7 +34,7 @@ def traffic(captured: Captured, strategy: str) -> Counter:
 
 def stored(captured: Captured, strategy: str | Strategy) -> dict[str, str]:
     """How each parameter of the first layer is stored, such as `[16@tp:(1)2, 64]`."""
-    program = lower(captured.graph, strategy)
+    program = lowered(captured, strategy) if isinstance(strategy, str) else lower(captured.graph, strategy)
     return {
         info.fqn.removeprefix("layers.0.").removesuffix(".weight"): place.dist.describe(info.meta.shape).lstrip(
             "bf0123456789"

@@ -55,49 +55,33 @@ OPTIONS = {"hf:gpt2": {"n_head": 8}}
 # {a} attention, {f} feed-forward, {b}.0 and {b}.1 blocks, {e} embedding and head.
 STRATEGIES = [
     # roles
-    "tp2+sp[{a}: cp2]",
     "tp4+sp[{a}: cp4]",
-    "tp4+sp[{f}: cp4]",
     "cp4[{a}: tp4+sp; {f}: tp4]",
     "tp2+sp[{b}.{{0-1}}: cp2; {a}: tp2]",
     "dp2.cp2[{f}: tp2+sp; {e}: tp2]",
-    "rows2",
     "dp2.rows2+zero3",
-    "tp2+sp[{a}: rows2]",
-    "tp4+sp[{a}: rows4]",
-    "rows2[{f}: tp2+sp]",
     "cp4[{a}: rows4; {e}: tp4]",
     # degrees
-    "tp4+sp[{a}: rows2.tp2]",
     "cp2.tp2+sp[{a}: rows2.cp2; {f}: tp4]",
     "rows2.cp2[{f}: tp4+sp; {a}: cp4+remat]",
     "rows4[{a}: cp2.tp2; {b}.0: rows2.tp2+zero3]",
-    "tp4[{a}: tp2.cp2]",
     "cp2.tp2+sp[{f}: tp4+sp; {a}: cp4]",
-    "cp2.tp2[{a}: tp4; {f}: cp4]",
-    "tp2.cp2[{a}: cp2.tp2+sp]",
     "cp4[{a}: tp2.cp2; {f}: tp4; {e}: cp2.tp2]",
     "tp8+sp[{a}: cp2.tp4+sp; {f}: cp4.tp2]",
-    "cp8[{a}: cp2.tp4; {f}: tp8+sp]",
     "tp6+sp[{a}: cp2.tp3; {f}: cp6]",
     # ZeRO
     "dp4[{b}.0: +zero3]",
     "dp4+zero3[{b}.1: +zero0; {e}: +zero1]",
     "dp2.tp2+sp+zero2[{a}: cp2]",
-    "dp2.cp2+zero3[{f}: tp2]",
     "dp2.tp2+sp[{a}: cp2+zero3; {f}: +zero1]",
     "cp4+zero3[{a}: tp2.cp2; {f}: tp4+sp]",
-    "dp2.cp4+zero1[{a}: cp2.tp2+zero2]",
     # recomputation
     "dp2+remat[{b}.1: +remat(none)]",
     "tp2+sp[{a}: cp2+remat; {f}: +remat(selective)]",
-    "dp2+zero3[{f}: +remat; {b}.0: +zero1]",
     "cp2+remat(selective)[{b}.0: +remat(keep_comm); {f}: tp2]",
     # stages
     "pp2.cp2+zb_h1[{b}.0: tp2; {b}.1: +remat]",  # what a stage is sent lies as without rules
     "dp2.pp2+zero2[{b}.0: +zero3]",
-    "pp2.tp4+sp+gpipe[{a}: cp2.tp2; {e}: cp4]",
-    "pp2.dp2.tp2[{a}: cp2+zero3; {b}.1: +remat]",
     "pp2.tp2+sp[{a}: rows2; {b}.1: cp2]",
     # stages that differ, on as many ranks and on others
     "tp2+sp > cp2",
@@ -109,8 +93,25 @@ STRATEGIES = [
     "rows2 > rows3",
 ]
 
-# Each is part of one above, which has the same change of roles and something more. Nightly: they say which part fails.
+# Each is part of one above, or of a test below, that has the same change of roles and something more; or has together
+# what two of these have. Nightly: they say which part fails.
 COVERED = [
+    "tp2+sp[{a}: cp2]",
+    "tp4+sp[{f}: cp4]",
+    "rows2",
+    "tp2+sp[{a}: rows2]",
+    "tp4+sp[{a}: rows4]",
+    "rows2[{f}: tp2+sp]",
+    "tp4+sp[{a}: rows2.tp2]",
+    "tp4[{a}: tp2.cp2]",
+    "cp2.tp2[{a}: tp4; {f}: cp4]",
+    "tp2.cp2[{a}: cp2.tp2+sp]",
+    "cp8[{a}: cp2.tp4; {f}: tp8+sp]",
+    "dp2.cp2+zero3[{f}: tp2]",
+    "dp2.cp4+zero1[{a}: cp2.tp2+zero2]",
+    "dp2+zero3[{f}: +remat; {b}.0: +zero1]",
+    "pp2.tp4+sp+gpipe[{a}: cp2.tp2; {e}: cp4]",
+    "pp2.dp2.tp2[{a}: cp2+zero3; {b}.1: +remat]",
     "tp2[{a}: cp2]",
     "cp2[{f}: tp2]",
     "cp2[{f}: tp2+sp]",
@@ -196,7 +197,12 @@ def ruled(draw, globs: list[str]) -> str:
 )
 def test_any_rules(strategy, kv_heads):
     """Eight query heads are enough for all of them; keys and values may have fewer."""
-    assert_exact(llama(layers=1, heads=8, kv_heads=kv_heads, dim=32).check(strategy))
+    try:
+        result = llama(layers=1, heads=8, kv_heads=kv_heads, dim=32).check(strategy)
+    except RuleHeadsError:
+        assert kv_heads < 8
+        return
+    assert_exact(result)
 
 
 @settings(max_examples=examples(10))
@@ -217,7 +223,11 @@ def test_any_stages(strategies):
     stages = [Strategy.parse(text) for text in strategies]
     replicas = stages[0].replicas
     same = [replace(one, axes=(("dp", replicas), *(axis for axis in one.axes if axis[0] != "dp"))) for one in stages]
-    assert_exact(llama(layers=len(same), heads=8, kv_heads=2, dim=32).check(" > ".join(map(str, same))))
+    try:
+        result = llama(layers=len(same), heads=8, kv_heads=2, dim=32).check(" > ".join(map(str, same)))
+    except RuleHeadsError:
+        return
+    assert_exact(result)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ class Devices(TorchDispatchMode):
 
 @functools.cache
 def captured(model: str) -> tuple[LogicalGraph, Any]:
-    options = {"llama": {"layers": "1"}, "gpt": {"layers": "1", "dropout": "0.1"}}
+    options = {"llama": {"layers": "1"}, "gpt": {"layers": "1", "dropout": "0.1"}, "vit": {"layers": "1"}}
     loaded = load(model, options=options.get(model, {}))
     return packed_if_proved(capture(loaded.model, loaded.loss_fn, loaded.example_batch))[0], loaded
 

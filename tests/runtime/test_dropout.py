@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -81,6 +82,12 @@ CASES = [
     *((make_mixed, packed_lm_loss, *case) for case in MIXED),
     *((make_pooled, loss, *case) for case in POOLED),
 ]
+# The others are nightly: what they drop is dropped under the same strategy, packed alike, in one of these.
+EVERY_RUN = [
+    i
+    for i, (make, _, strategy, _) in enumerate(CASES)
+    if (make, strategy) not in ((make_gpt, "cp2"), (make_mixed, "dp2"), (make_pooled, "dp2"))
+]
 
 
 @functools.cache
@@ -145,13 +152,14 @@ def seed_of_step(step: int) -> int:
     return engine._seed()
 
 
-def test_like_each_sequence_alone():
+@pytest.mark.parametrize("cases", [EVERY_RUN, pytest.param(range(len(CASES)), marks=pytest.mark.nightly)], ids=len)
+def test_like_each_sequence_alone(cases):
     truth = {make: alone(first(make), 0) for make in (make_gpt, make_mixed, make_pooled)}
     later = alone(0, 1)
-    for case in range(len(CASES)):
+    for case in cases:
         assert any(i.fqn == "token_numbers" for i in compiled(case).logical.inputs)
-    (found, second), _ = run_forked(2, lambda rank: ([run(i, 1) for i in range(len(CASES))], run(0, 2)), 240.0)
-    errors = {f"{i} {c[2]}": largest_error(found[i], truth[c[0]]) for i, c in enumerate(CASES)}
+    (found, second), _ = run_forked(2, lambda rank: ({i: run(i, 1) for i in cases}, run(0, 2)), 240.0)
+    errors = {f"{i} {CASES[i][2]}": largest_error(found[i], truth[CASES[i][0]]) for i in cases}
     assert max(errors.values()) <= 1e-10, errors
     assert largest_error(second, later) <= 1e-10
     assert largest_error(later, truth[make_gpt]) > 1e-2  # another step, other masks

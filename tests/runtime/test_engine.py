@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -86,22 +85,21 @@ def prepare():
 WORLD = World(4, prepare)
 
 
+ORDER = ("dp2.tp2+sp", "cp2.tp2", "dp4")  # none at its place of those that are not told
+
+
 @WORLD.case
-def orders(rank):
-    batch, found = sequences(7), {}
-    for order in list(itertools.permutations(STRATEGIES.values()))[::3]:  # none at the same place twice
-        model = parallel(shallow, order=order)
-        planned = [list(STRATEGIES.values())[group.group] for group in model.plan(batch).groups]
-        report = model.train_step(batch)
-        assert tuple(planned) == tuple(group.strategy for group in report.groups) == order
-        found[order] = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-    return found
+def in_order(rank):
+    batch, model = sequences(7), parallel(shallow, order=ORDER)
+    planned = [list(STRATEGIES.values())[group.group] for group in model.plan(batch).groups]
+    report = model.train_step(batch)
+    assert tuple(planned) == tuple(group.strategy for group in report.groups) == ORDER
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
-def test_every_order_gives_the_same_gradients():
+def test_another_order_gives_the_same_gradients():
     want = one_device(shallow(), [sequences(7)], clip=None)
-    for grads in orders()[0].values():
-        assert largest_error(grads, want["grads"]) <= 1e-12
+    assert largest_error(in_order()[0], want["grads"]) <= 1e-12
 
 
 SLOW_NETWORK = ClusterSpec(2, 2, intra_gb_per_s=200, inter_gb_per_s=0.01, latency_us=0)
@@ -110,9 +108,10 @@ HOME = {"turns": "R", "up_proj.weight": "S(1)"}
 HOME_OF_LLAMA = {"*norm*": "R", "*.q_proj.weight": "S(1)"}
 OPTIONS = {
     "chain, home rules": {"gradients": "chain", "home": HOME},
-    "one resident": {"resident": ["dp2.tp2+sp"], "order": ["cp2.tp2", "dp2.tp2+sp", "dp4"]},
-    "checked, a2a, tiny staging": {"checked": True, "execution": "a2a", "staging_bytes": 1 << 16, "resident": []},
-    "zero3 and zero2": {"strategies": {16: "dp4+zero3", 64: "dp2.tp2+zero2", 512: "cp4"}},
+    "zero3 and zero2, checked, a2a, tiny staging": {
+        "strategies": {16: "dp4+zero3", 64: "dp2.tp2+zero2", 512: "cp4"},
+        **{"checked": True, "execution": "a2a", "staging_bytes": 1 << 16, "resident": []},
+    },
     "sums of nodes first": {
         "cluster": SLOW_NETWORK,
         "home": HOME,
@@ -120,6 +119,10 @@ OPTIONS = {
     },
 }
 MORE_OPTIONS = {
+    # Each of these is part of one above.
+    "one resident": {"resident": ["dp2.tp2+sp"], "order": ["cp2.tp2", "dp2.tp2+sp", "dp4"]},
+    "checked, a2a, tiny staging": {"checked": True, "execution": "a2a", "staging_bytes": 1 << 16, "resident": []},
+    "zero3 and zero2": {"strategies": {16: "dp4+zero3", 64: "dp2.tp2+zero2", 512: "cp4"}},
     "static": {"strategies": {512: "dp2.cp2"}},
     "arena only, hotspa planner": {"resident": [], "planner": "hotspa"},
     "by turns through doors, checked, tiny staging": {
@@ -137,14 +140,19 @@ MORE_OPTIONS = {
 FEW = [(2,), (9, 300), (16, 17, 64, 65, 512)]
 CASES = {
     **{name: Case(BATCHES, options, small) for name, options in OPTIONS.items()},
-    "documents in bins": Case(
+    "documents in bins, one resident": Case(
         BATCHES,
-        {"strategies": {16: "rows4+zero1", 64: "dp2.rows2+zero2", 512: "tp4+sp[*.attention: rows2.tp2]"}},
+        {
+            "strategies": {16: "rows4+zero1", 64: "dp2.rows2+zero2", 512: "tp4+sp[*.attention: rows2.tp2]"},
+            "resident": ["dp2.rows2+zero2"],
+            "order": ["tp4+sp[*.attention: rows2.tp2]", "dp2.rows2+zero2", "rows4+zero1"],
+        },
         shallow,
     ),
-    "few sequences": Case([*(sequences(11, lengths) for lengths in FEW), sequences(12)], make=shallow),
-    "fused optimizer": Case(
-        [sequences(seed, (5, 60, 33, 17, 130, 8)) for seed in range(3)], make=shallow, optimizer={"fused": True}
+    "few sequences, fused optimizer": Case(
+        [sequences(0, (5, 60, 33, 17, 130, 8)), *(sequences(11, lengths) for lengths in FEW)],
+        make=shallow,
+        optimizer={"fused": True},
     ),
 }
 MORE = {
@@ -174,7 +182,7 @@ def test_neither_options_nor_few_sequences_change_a_result(trained, name):
 
 
 def test_the_cases_run_under_three_strategies(trained):
-    groups = trained["fused optimizer"]["reports"][0].groups
+    groups = trained["few sequences, fused optimizer"]["reports"][0].groups
     assert {group.strategy for group in groups} == {"dp4", "dp2.tp2+sp", "cp2.tp2"}
 
 

@@ -17,9 +17,8 @@ from fxpar.runtime.options import CompiledModel, compile_strategies
 from tests.runtime.hot import adamw, largest_error, sequences
 
 CASES: tuple[tuple[dict[int, str], str], ...] = (
-    ({8: "dp2", 64: "tp2"}, "home"),
+    ({8: "tp2", 64: "dp2+zero3"}, "home"),
     ({8: "dp2+zero2", 64: "tp2"}, "chain"),
-    ({64: "dp2+zero3"}, "home"),
     ({64: "pp2"}, "home"),
 )
 UNTOUCHED = {"aside.weight", "aside.bias", "layers.0.idle", "looked_at"}

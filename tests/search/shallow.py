@@ -3,14 +3,87 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from fxpar.cli.options import GraphSource
 from fxpar.cli.shallow import Shallow
+from fxpar.ir.graph import LogicalGraph
+from fxpar.models.builtin import packed_lm_loss
 from fxpar.models.depth import layer_option
+from fxpar.passes.pack_documents import packed_if_proved
+from fxpar.search.chosen import lowering
+from fxpar.search.price import Depth
+from fxpar.tracer import capture
+
+DIM, HEADS = 64, 4
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        x = F.scaled_dot_product_attention(q * turns, k * turns, v, is_causal=True)
+        return self.o_proj(x.transpose(1, 2).flatten(2))
+
+
+class Ffn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(DIM, 128), nn.Linear(128, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(torch.tanh(self.up_proj(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.ffn = Attention(), Ffn()
+
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        x = x + self.attention(x, turns)
+        return x + self.ffn(x)
+
+
+class Stack(nn.Module):
+    """Parts are called like those of `llama`, and like there all layers read what is made of the positions; with few
+    nodes per layer, as deep models take their time to capture.
+    """
+
+    def __init__(self, layers: int, vocab: int) -> None:
+        super().__init__()
+        self.embedding, self.layers = nn.Embedding(vocab, DIM), nn.ModuleList(Block() for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, vocab, bias=False)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x, turns = self.embedding(input_ids), torch.cos(position_ids)[:, None, :, None]
+        for layer in self.layers:
+            x = layer(x, turns)
+        return self.head(self.norm(x))
 
 
 @functools.cache
-def shallow(model: str, layers: int) -> Shallow:
+def stack_rows(layers: int, vocab: int = 131) -> LogicalGraph:
+    with torch.device("meta"):
+        model, row = Stack(layers, vocab), torch.zeros(1, 61, dtype=torch.int64)
+    batch = {"input_ids": row, "labels": row, "position_ids": row}
+    return packed_if_proved(capture(model, packed_lm_loss, batch))[0]
+
+
+@functools.cache
+def shallow(model: str, layers: int) -> Any:
+    """Rows of a model, lowered and outlined by depth: "stack", or one that `fxpar plan` knows."""
+    if model == "stack":
+        lower, outlines = lowering(stack_rows)
+        return SimpleNamespace(rows=stack_rows, lower=lower, outlines=outlines, depth=Depth(layers))
     option = layer_option(model, {})
     assert option is not None
     return Shallow(GraphSource(model, world=8, options=(f"{option.name}={layers}",)))

@@ -16,7 +16,6 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.device import CPU
 from fxpar.errors import NoCandidateError, SequenceFitsNowhereError
 from fxpar.ir.strategy import Strategy
-from fxpar.lowering import lower, outline
 from fxpar.memory import predict_memory, steady_micro_batches
 from fxpar.models import load
 from fxpar.passes.pack_documents import packed_if_proved
@@ -24,6 +23,7 @@ from fxpar.passes.share_weights import ALIGN_BYTES
 from fxpar.runtime.storage import activation_bytes
 from fxpar.search import driver
 from fxpar.search.bounds import least_seconds
+from fxpar.search.chosen import lowering
 from fxpar.search.driver import Problem, _Search, find_plan
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.price import Candidate, Depth, candidate
@@ -43,14 +43,8 @@ def rows():
     return packed_if_proved(capture(model.model, model.loss_fn, model.example_batch))[0]
 
 
-@functools.cache
-def lowered(strategy: Strategy, layers: int):
-    return lower(rows(), strategy, for_store=True)
-
-
-@functools.cache
-def outlined(strategy: Strategy, layers: int):
-    return outline(rows(), strategy)
+lower, outlined = lowering(lambda layers: rows())
+lowered = functools.cache(lower)
 
 
 TWO, FOUR = ("dp2", "cp2", "tp2+sp"), ("dp4", "dp2.cp2", "dp2.tp2+sp")

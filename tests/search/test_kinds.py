@@ -19,7 +19,7 @@ LIST = Layers("layers", 6, ("", "attention", "attention.q_proj", "ffn"), ("embed
 
 
 def priced(text: str, layers: int, whole: bool) -> Candidate:
-    model = shallow("llama", layers)
+    model = shallow("stack", layers)
     known = KnownModel(model.lower, model.outlines, CLUSTER, Depth(layers, whole=whole), (64, 512))
     found = known.candidate(Strategy.parse(text), lambda _: None)
     assert found is not None, known.refused
@@ -54,7 +54,7 @@ def test_as_the_whole_model(text, layers):
 
 
 def test_small_models_are_lowered_once_for_all_numbers_of_layers():
-    model = shallow("llama", LAYERS)
+    model = shallow("stack", LAYERS)
     asked: list[tuple[str, int]] = []
 
     def lower(strategy: Strategy, layers: int):
@@ -83,7 +83,7 @@ def test_small_models_are_lowered_once_for_all_numbers_of_layers():
     ],
 )
 def test_what_small_models_cannot_stand_for_is_refused(text, layers):
-    model = shallow("llama", layers)
+    model = shallow("stack", layers)
     known = KnownModel(model.lower, model.outlines, CLUSTER, Depth(layers), (64, 512))
     assert known.candidate(Strategy.parse(text), lambda _: None) is None
     assert "is not supported yet" in known.refused[text]

@@ -33,11 +33,9 @@ def test_layers_are_in_a_small_model_less_often():
 
 
 def test_positions_of_a_model_have_matrices_and_weight():
-    model = shallow("llama", LAYERS)
+    model = shallow("stack", LAYERS)
     flat = candidate(model.lower, Strategy.parse("dp8"), CLUSTER, model.depth, (64, 512))
-    layers = Layers(
-        "layers", LAYERS, ("", "attention", "attention_norm", "ffn", "ffn_norm"), ("embedding", "head", "norm")
-    )
+    layers = Layers("layers", LAYERS, ("", "attention", "ffn"), ("embedding", "head", "norm"))
     assert globs_of_weight(flat, layers, 0.0) == ["embedding", "*.attention", "*.ffn", "head"]
     assert set(globs_of_weight(flat, layers, 0.2)) <= {"*.attention", "*.ffn"}
     assert globs_of_attention(flat, layers) == {"*.attention"}

@@ -20,7 +20,11 @@ from tests.repeat import thinned
 from tests.search.shallow import shallow
 
 CLUSTER, EACH = usual_cluster(16), 2
-CASES = [("llama", "layers", "dp2.pp4.tp2+sp"), ("hf:gpt2", "transformer.h", "pp4.cp2+remat")]
+CASES = [
+    ("stack", "layers", "dp2.pp4.tp2+sp"),
+    ("llama", "layers", "dp2.pp4.tp2+sp"),
+    ("hf:gpt2", "transformer.h", "pp4.cp2+remat"),
+]
 
 
 @pytest.mark.parametrize(("model", "layers", "text"), thinned(CASES, CASES[:1]))
@@ -41,7 +45,7 @@ def test_they_are_the_pipeline_that_is_lowered_whole(model, layers, text):
 
 
 def test_a_deep_pipeline_captures_no_deep_model():
-    rows, strategy = shallow("llama", 16), Strategy.parse("pp4")
+    rows, strategy = shallow("stack", 16), Strategy.parse("pp4")
     asked: list[int] = []
 
     def lower(one: Strategy, layers: int):

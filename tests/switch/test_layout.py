@@ -33,11 +33,11 @@ def taken(strategy: str | Strategy, layers: int = 2) -> ParamLayout:
 )
 def test_as_the_lowered_program_takes_them(layers, text):
     graph = llama(layers=layers).graph
-    expected = layout_of(lower(graph, text, for_store=True))
-    found = layout_of(outline(graph, text))
+    program, outlined = lower(graph, text, for_store=True), outline(graph, text)
+    expected, found = layout_of(program), layout_of(outlined)
     assert found == expected
     assert list(found.params) == list(expected.params)
-    assert gradient_placements(outline(graph, text)) == gradient_placements(lower(graph, text, for_store=True))
+    assert gradient_placements(outlined) == gradient_placements(program)
     if text in WHOLE:
         assert list(found.params) == [info.fqn for info in graph.params()]
 

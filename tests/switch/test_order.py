@@ -42,7 +42,9 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.parametrize(("combination", "network", "gigabytes", "times"), thinned(PUBLISHED, PUBLISHED[::4]))
+@pytest.mark.parametrize(
+    ("combination", "network", "gigabytes", "times"), thinned(PUBLISHED, (PUBLISHED[1], PUBLISHED[8]))
+)
 def test_published_sums(combination, network, gigabytes, times):
     searched = search(combination, network, "hotspa", by="seconds")
     given = searched.evaluate(C[combination].split())
@@ -52,7 +54,9 @@ def test_published_sums(combination, network, gigabytes, times):
         assert plan.predicted_s == pytest.approx(seconds, abs=0.0061)
 
 
-@pytest.mark.parametrize(("combination", "target"), [("C1", 130.1), ("C2", 153), ("C3", 350)])
+@pytest.mark.parametrize(
+    ("combination", "target"), thinned([("C1", 130.1), ("C2", 153), ("C3", 350)], [("C1", 130.1), ("C3", 350)])
+)
 def test_targets_with_relays(combination, target):
     best = search(combination, "25/200", "relay").best("S1")
     assert best.order[0] == "S1"
