@@ -163,6 +163,9 @@ class DistConfig:
 
     def placement(self, axis: str) -> Placement:
         """Placement on one axis, without the nesting order. Raises PlacementError where sub-axes lie as none says."""
+        apart = self._taken_apart(axis) if ":" in axis else self
+        if apart is not self and apart != self:
+            return apart.placement(axis)
         for d, entries in enumerate(self.dims):
             for entry in entries:
                 if self.mesh.inside(axis, entry.axis):
@@ -171,6 +174,13 @@ class DistConfig:
             if self.mesh.inside(axis, name):
                 return Partial(op)
         return self._on_sub_axes(axis)
+
+    def _taken_apart(self, axis: str) -> DistConfig:
+        """The same with names that go beyond a part of an axis on one side, as two."""
+        used = [part for name in (*self.shard_axes, *(a for a, _ in self.partial)) for part in name.split(".")]
+        within = self.mesh.inside
+        crossing = (self.mesh.overlap(u, axis) and not (within(u, axis) or within(axis, u)) for u in used)
+        return self.in_parts(self.mesh.parts([axis, *used])) if any(crossing) else self
 
     def placements(self) -> dict[str, Placement]:
         """The placement on each axis of the mesh; on the parts of one that are placed in different ways."""

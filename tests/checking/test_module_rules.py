@@ -190,6 +190,8 @@ def ruled(draw, globs: list[str]) -> str:
 # One axis cuts keys and values, and queries are cut by both: in the other order a rank has other heads of these.
 @example("cp2.tp2[*.attention: tp4]", 2)
 @example("tp2.cp2[*.attention: cp2.tp2]", 2)
+# Keys and values are terms of a sum over part of one atom and all of the next, which are written as one.
+@example("tp8[*.attention: tp4.cp2]", 2)
 @settings(max_examples=examples(5))
 @given(
     ruled(["*.attention", "*.ffn", "embedding", "head", "norm", "layers.0.attention_norm"]),

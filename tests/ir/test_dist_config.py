@@ -31,6 +31,14 @@ def on_dim_0(*entries: AxisShard, mesh: Mesh = MESH, ndim: int = 1) -> DistConfi
     return DistConfig(mesh, (entries, *((),) * (ndim - 1)))
 
 
+def test_part_of_an_axis_whose_terms_go_beyond_it():
+    """Terms over part of `tp:(1)4` and all of `tp:(4)2` are written as one name, which either of them has a part of."""
+    mesh = Mesh((("tp", 8),))
+    config = DistConfig(mesh, ((AxisShard("tp:(1)2"),),), (("tp:(2)4", "sum"),))
+    assert config.placement("tp:(1)4") == OuterShard(0, 2, P)
+    assert (config.placement("tp:(1)2"), config.placement("tp:(4)2")) == (Shard(0), P)
+
+
 # -------------------------------------------------------------------------------------------------- properties
 @given(placed())
 def test_pieces_hold_what_the_definition_says(example):
