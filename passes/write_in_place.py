@@ -26,7 +26,7 @@ from torch import fx
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
 from fxpar.ir.node_meta import is_backward, is_size, local_meta, phase_of
-from fxpar.ir.pass_base import Tier, ancestors
+from fxpar.ir.pass_base import Tier, ancestors, with_chunks
 from fxpar.ir.serialize import OpOverload
 from fxpar.ops.traits import IN_PLACE, OUT, RELABELS
 
@@ -139,8 +139,9 @@ class _Memory:
 
 
 def _forward(graph: AnnotatedGraph) -> set[fx.Node]:
-    """What loss, values, new buffers and sent activations are made of in the body. The epilogue may reduce gradients
-    together with the loss; these do not count.
+    """What loss, values, new buffers and sent activations are made of in the body, and all of a loss in chunks: what
+    runs in the forward of a pipeline stage (`fxpar.stages.split_parts`). The epilogue may reduce gradients together
+    with the loss; these do not count.
     """
     late = ("grad", "sent_grad", "input_grad")
     ends = [node for node, out in zip(graph.results, graph.outputs, strict=False) if out.kind not in late]
@@ -151,7 +152,7 @@ def _forward(graph: AnnotatedGraph) -> set[fx.Node]:
             ends += node.all_input_nodes
         elif not is_backward(node):
             todo.append(node)
-    return ancestors(todo)
+    return with_chunks(ancestors(todo), graph.graph.nodes)
 
 
 def _memory_of(node: fx.Node, known: dict[fx.Node, frozenset[fx.Node]]) -> frozenset[fx.Node]:

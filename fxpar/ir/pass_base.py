@@ -86,6 +86,14 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
+def with_chunks(found: set[fx.Node], calls: Iterable[fx.Node]) -> set[fx.Node]:
+    """With all of a loss that runs in chunks of tokens, once part of it is there: were its backward another part of a
+    pipeline stage, the logits of all chunks would wait for it.
+    """
+    chunks = [n for n in calls if "chunk" in n.meta]
+    return found | ancestors(chunks) if not found.isdisjoint(chunks) else found
+
+
 def set_results(graph: fx.Graph, results: Iterable[fx.Node]) -> None:
     """Replace the graph's results."""
     (output,) = graph.find_nodes(op="output")

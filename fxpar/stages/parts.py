@@ -17,7 +17,7 @@ from fxpar.errors import VerifyError
 from fxpar.ir.exec_graph import Part, cut_part
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
 from fxpar.ir.node_meta import is_backward, phase_of
-from fxpar.ir.pass_base import ancestors
+from fxpar.ir.pass_base import ancestors, with_chunks
 
 Slots = dict[str, dict[fx.Node, int]]
 
@@ -67,7 +67,7 @@ class _Splitter:
         ends = [n for n in self._ends("loss", "buffer") if not is_backward(n)]
         late_ends = [n for n in self._ends("loss", "grad", "buffer") if n not in set(ends)]
         body = [n for n in self.calls if self.phase[n] == "body"]
-        early = _with_siblings(_with_chunks(ancestors([*sent, *ends]), body), body)
+        early = _with_siblings(with_chunks(ancestors([*sent, *ends]), body), body)
         self._check(early)
         needed = _with_siblings(ancestors(sent_grads), body)
         first = [n for n in body if n in early]
@@ -119,14 +119,6 @@ class _Splitter:
 
     def _part(self, members: list[fx.Node], results: list[fx.Node], slots: Slots) -> Part:
         return cut_part(members, results, self.position, slots)
-
-
-def _with_chunks(found: set[fx.Node], calls: list[fx.Node]) -> set[fx.Node]:
-    """With all of a loss that runs in chunks of tokens: were its backward another part, the logits of all chunks would
-    wait for it.
-    """
-    chunks = [n for n in calls if "chunk" in n.meta]
-    return found | ancestors(chunks) if not found.isdisjoint(chunks) else found
 
 
 def _with_siblings(found: set[fx.Node], calls: list[fx.Node]) -> set[fx.Node]:

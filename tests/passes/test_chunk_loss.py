@@ -20,6 +20,8 @@ from fxpar.ir.node_meta import fqn_of, is_backward, local_meta
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.lowering import lower, lower_forward
 from fxpar.memory.parts import accumulating_graph
+from fxpar.models.llama import Llama, LlamaOptions
+from fxpar.models.loaded import perturb
 from tests.captured import Captured, gpt, llama, lowered, mlp, odd, take, tokens
 from tests.chunks import losses as own
 from tests.forwards import case
@@ -133,6 +135,17 @@ def test_a_pipeline_keeps_no_logits_for_its_backward():
         for stage in program.stages:
             assert not any(97 in local_meta(n).shape[1:] for n in stage.forward.results if local_meta(n))
         assert largest_over(program.stages[0], 97, 24) == 0
+
+
+def test_halves_of_a_backward_leave_alone_what_the_chunks_made():
+    """Both halves read the gradient of the hidden states, which one row has as it is, two have a copy of; with norms
+    of one, writing over it would not show.
+    """
+    torch.manual_seed(0)
+    model = Llama(LlamaOptions(2, 16, 2, 2, 16, 97))
+    perturb(model, seed=1)
+    result = take(model, losses.causal_lm, tokens(97, 13, 8), torch.float64).check("pp2+chunks(2)+zb_h1", 1e-10)
+    assert result.ok, result
 
 
 def test_weights_are_gathered_once():
