@@ -95,14 +95,18 @@ class _Placed:
 
 
 def annotate(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
-    """A copy of the logical graph with placements on every node. Raises as `unplaced` and `Annotate` do."""
+    """A copy of the logical graph with placements on every node. Raises as `unplaced` and `Annotate` do, RuleGlobError,
+    RuleConflictError and BinsError.
+    """
+    check_rules(logical, strategy)
+    check_bins(logical, strategy)
     return annotate_and_search(logical, strategy)[0]
 
 
 def annotate_and_search(logical: LogicalGraph, strategy: Strategy) -> tuple[AnnotatedGraph, tuple[AxisSearch, ...]]:
-    """As `annotate`, and the search of each axis that cuts something; their classes hold nodes of the copy."""
-    check_rules(logical, strategy)
-    check_bins(logical, strategy)
+    """As `annotate`, and the search of each axis that cuts something; their classes hold nodes of the copy. Unchecked:
+    a pipeline stage need not have every module that a rule is about, nor say that its rows are packed.
+    """
     graph = unplaced(logical, strategy)
     searches = search_placements(graph)
     graph.passes.append(Annotate.name)

@@ -95,19 +95,22 @@ class _Graphs:
 
     def placed(self, stage: int | None, param: str = "") -> Iterator[Placed]:
         """The annotated graph; of a pipeline that of each stage, or of `stage`, or of those that have `param`."""
+        from fxpar.annotate.bins import check_bins
         from fxpar.annotate.driver import annotate_and_search
+        from fxpar.annotate.module_rules import check_rules
 
         if self.logical is None:
             if isinstance(self.file, AnnotatedGraph):
                 yield placed(self.file, ())
             return
+        check_rules(self.logical, self.strategy)
+        check_bins(self.logical, self.strategy)
         if self.strategy.pipeline_size == 1:
             yield placed(*annotate_and_search(self.logical, self.strategy))
             return
-        from fxpar.lowering.pipeline import strategy_of_stage
-        from fxpar.stages import cut_stages
+        from fxpar.lowering.pipeline import cut, strategy_of_stage
 
-        staged = cut_stages(self.logical, self.strategy.stages, cuts=self.strategy.pipeline.cuts or None)
+        staged = cut(self.logical, self.strategy)
         has = {s.index for s in staged.stages for i in s.params() if param in (i.fqn, *i.aliases)}
         for part in staged.stages:
             if part.index == stage or (stage is None and part.index in (has or range(self.strategy.stages))):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from fxpar.errors.base import FxparError, nearest
 
@@ -62,12 +62,16 @@ class BinsError(FxparError):
 
 
 class WorldSizeError(FxparError):
-    """The degrees of a strategy do not multiply to the number of ranks."""
+    """The degrees of a strategy do not multiply to the number of ranks. `by_stage` are the ranks of each stage, where
+    these have a strategy of their own.
+    """
 
-    def __init__(self, strategy: str, product: int, world: int) -> None:
+    def __init__(self, strategy: str, needed: int, world: int, by_stage: Sequence[int] = ()) -> None:
+        parts = " + ".join(map(str, by_stage))
+        found, result = (f"its stages {parts}", "sum") if parts else ("the product of its degrees", "product")
         super().__init__(
-            f"strategy {strategy!r} needs {product} ranks (the product of its degrees), but the world has {world}. "
-            f"Change a degree so that the product is {world}, or use {product} ranks."
+            f"strategy {strategy!r} needs {needed} ranks ({found}), but the world has {world}. "
+            f"Change a degree so that the {result} is {world}, or use {needed} ranks."
         )
 
 

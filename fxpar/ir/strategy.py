@@ -94,7 +94,7 @@ class Strategy:
     def check_world(self, world: int) -> None:
         """Raise WorldSizeError unless the degrees multiply to `world`."""
         if self.world != world:
-            raise WorldSizeError(str(self), self.world, world)
+            raise WorldSizeError(str(self), self.world, world, [stage.world for stage in self.by_stage])
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -320,7 +320,8 @@ def _of_stages(text: str, written: Sequence[str], parts: Sequence[Strategy]) -> 
     for part, stage in zip(written, parts, strict=True):
         if STAGES in dict(stage.axes):
             raise StrategySyntaxError(text, part, f"what stands between '>' is one stage, without a {STAGES} axis")
-        if stage is not parts[0] and stage.pipeline != _UNSTAGED:
+        default = "1f1b" in split_rules(part)[0].split("+")  # which a stage without a schedule has too
+        if stage is not parts[0] and (default or stage.pipeline != _UNSTAGED):
             raise StrategySyntaxError(text, part, "a schedule and cuts are of all stages; write them with the first")
         if stage is not parts[-1] and stage.most_chunks > 1:
             raise StrategySyntaxError(text, part, "the loss is on the last stage; write its chunks there")

@@ -152,6 +152,8 @@ def test_pipeline(model):
     assert found["stage"] == 1
     assert [a["stage"] for a in answer(model, "-s", "pp2.tp2", "layers.*.ffn")["answers"]] == [0, 1]
     assert answer(model, "-s", "pp2.tp2", "mm_0", "--stage", "1")["answers"][0]["stage"] == 1
+    (found,) = answer(model, "-s", "pp2.rows2[layers.0: tp2]", "head.weight")["answers"]  # bins, a rule of one stage
+    assert found["stage"] == 1
     summary = answer(model, "-s", "pp2.tp2")
     assert summary["messages"] == 2
     (collective,) = answer(model, "-s", "pp2.tp2", "forward.all_reduce_0", "--stage", "1")["answers"]

@@ -304,6 +304,7 @@ SYNTAX = [
     ("tp2 > pp2", "'pp2'", "what stands between '>' is one stage, without a pp axis"),
     ("dp2 > dp3", "'dp3'", "all stages have as many replicas, the first one 2 and this one 3"),
     ("tp2 > tp2+gpipe", "'tp2+gpipe'", "a schedule and cuts are of all stages; write them with the first"),
+    ("tp2+gpipe > tp2+1f1b", "'tp2+1f1b'", "a schedule and cuts are of all stages; write them with the first"),
     ("tp2 > tp2+cut(a)", "'tp2+cut(a)'", "a schedule and cuts are of all stages; write them with the first"),
     ("tp2+cut(a|b) > tp2", "'cut(a|b)'", "2 stages have 1 cuts, not 2"),
     ("tp2+interleaved_1f1b > tp2", "'tp2+interleaved_1f1b'", "a stage that is written has one place"),
@@ -342,6 +343,8 @@ def test_messages_read_as_sentences():
 def test_world_error_names_both_numbers():
     with pytest.raises(WorldSizeError, match=r"'dp2.tp4' needs 8 ranks .* but the world has 6"):
         Strategy.parse("dp2.tp4", world=6)
+    with pytest.raises(WorldSizeError, match=r"needs 9 ranks \(its stages 8 \+ 1\), .* so that the sum is 8, or use 9"):
+        Strategy.parse("tp4.cp2 > dp1", world=8)
     assert Strategy.parse("dp2.tp4", world=8).world == 8
 
 
