@@ -52,7 +52,7 @@ def test_every_error_has_a_row():
     missing = [name for name in known if f"| `{name}` |" not in text]
     assert missing == []
     row = next(line for line in text.splitlines() if line.startswith("| `WorldSizeError`"))
-    assert "needs &lt;product&gt; ranks" in row
+    assert "needs &lt;needed&gt; ranks" in row
 
 
 def test_a_page_that_the_build_fills_says_so_in_the_repository():
