@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,7 @@ class Faster:
         """As the end of a run says it."""
         return (
             f"predicted: {self.strategy} alone is {self.times:.2f} times as fast (the last {self.mini_batches} "
-            f"mini-batches, with switches and reductions); measure it with --compare {self.strategy}"
+            f"mini-batches, with switches and reductions); measure it with --compare {shlex.quote(self.strategy)}"
         )
 
 

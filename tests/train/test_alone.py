@@ -10,7 +10,7 @@ from fxpar.batching.groups import LengthGroup
 from fxpar.batching.planner import plan_batch
 from fxpar.cost.group_cost import GroupCost
 from fxpar.ir.strategy import Strategy
-from fxpar.train.alone import faster_alone
+from fxpar.train.alone import Faster, faster_alone
 
 BATCHES = [[100, 60, 500], [40, 40, 300]]
 
@@ -62,3 +62,9 @@ def test_the_prices_are_those_of_the_planner():
     plans = [plan_batch(n, of.groups, of.costs, of.border_seconds, merge=False) for n in BATCHES]
     alone = faster_alone(of, BATCHES)
     assert sum(plan.predicted_s for plan in plans) == pytest.approx(alone.times * 1.04)
+
+
+def test_the_line_can_be_pasted():
+    """'>' between stages is a redirection in a shell."""
+    assert Faster("tp2 > dp1", 1.2, 3).line().endswith("--compare 'tp2 > dp1'")
+    assert Faster("dp4", 1.2, 3).line().endswith("--compare dp4")
