@@ -21,7 +21,6 @@ from fxpar.ops import layout
 from fxpar.passes.bucket_collectives import BucketCollectives
 from fxpar.passes.global_to_local import GlobalToLocal
 from fxpar.passes.lower_collectives import LowerCollectives
-from fxpar.passes.prefetch_gathers import PrefetchGathers
 from fxpar.passes.reuse_buffers import ReuseBuffers
 from fxpar.passes.sink_waits import SinkWaits
 from tests.captured import llama
@@ -359,45 +358,6 @@ def test_no_wait_stands_earlier_than_it_must(strategy):
             while following.target in others:
                 following = order[order.index(following) + 1]
             assert following in wait.users or following.op == "output" or following.target in (layout.unfuse,)
-
-
-# ----------------------------------------------------------------------------------------------- prefetch_gathers
-def used_one_by_one(second: str) -> list[str]:
-    """Two parameters that are gathered and used one after the other, the `second` made of a param or of the batch."""
-    s = Sketch("dp2")
-    a, b = s.place("a", (4,), ["dp"]), s.place("b", (4,), ["dp"], kind="param" if second == "param" else "batch")
-    x = s.place("x", (4,), kind="batch")
-    for param in (a, b):
-        gathered = s.call(c.all_gather, param, "dp", 0, (), shape=(4,), bucket=param.name)
-        x = s.call(aten.mul.Tensor, x, gathered, shape=(4,))
-    graph = lowered(s.done(x))
-    SinkWaits()(graph)
-    PrefetchGathers()(graph)
-    verify(graph, "prefetch_gathers")
-    short = {c10d.all_gather_into_tensor.default: "gather", c10d.wait_tensor.default: "wait", aten.mul.Tensor: "use"}
-    return [short[node.target] for node in graph.graph.nodes if node.target in short]
-
-
-def test_a_gather_starts_where_the_one_before_is_waited_for():
-    assert used_one_by_one("param") == ["gather", "gather", "wait", "use", "wait", "use"]
-
-
-def test_what_is_no_parameter_is_not_gathered_early():
-    assert used_one_by_one("batch") == ["gather", "wait", "use", "gather", "wait", "use"]
-
-
-def test_two_gathers_at_most_are_on_their_way():
-    """Of a block and the next one; what the backward gathers, behind the loss."""
-    program: ExecGraph = lower(llama(layers=4).graph, "dp2+zero3")
-    started, most, backward = 0, 0, False
-    for node in program.body.graph.nodes:
-        backward |= node.target is torch.ops.fxpar.cross_entropy.default
-        if node.target is c10d.all_gather_into_tensor.default:
-            assert backward == node.meta["bucket"].endswith("/backward")
-            started += 1
-        started -= node.target is c10d.wait_tensor.default and collective_kind(node.args[0]) == "all_gather"
-        most = max(most, started)
-    assert (started, most) == (0, 2)
 
 
 # ------------------------------------------------------------------------------------------------------- sorting

@@ -131,11 +131,7 @@ MORE_OPTIONS = {
     },
     "chain with zero": {"strategies": {16: "dp4+zero3", 64: "dp2.tp2+sp", 512: "cp4"}, "gradients": "chain"},
     "one strategy twice": {"strategies": {16: "dp4", 64: "dp4", 512: "tp4"}, "gradients": "chain"},
-    "by turns, chain, home rules": {
-        "planner": "turns",
-        "gradients": "chain",
-        "home": HOME_OF_LLAMA,
-    },
+    "by turns, chain, home rules": {"planner": "turns", "gradients": "chain", "home": HOME_OF_LLAMA},
 }
 FEW = [(2,), (9, 300), (16, 17, 64, 65, 512)]
 CASES = {
