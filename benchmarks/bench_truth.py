@@ -54,7 +54,7 @@ STRATEGIES = (
     "pp2.cp2",
 )
 BY_MODULE = (
-    "tp4+sp[*.attention: cp4]",
+    "tp4+sp[*.attention: cp2.tp2]",
     "tp4+sp[*.attention: rows4]",
     "cp4[*.ffn: tp4+sp; head: tp4]",
     "dp2.tp2+sp[*.attention: rows2]",

@@ -36,7 +36,7 @@ PIECES = (
     _piece("switch", "Carrying out a switch, 4 gloo ranks", "switch.py"),
     _piece("engine", "What the engine adds", "engine.py"),
     _piece("truth", "Predicted against measured", "truth.py --rounds 5"),
-    _piece("truth-modules", "Predicted against measured, per module", "truth.py --rounds 5 --modules"),
+    _piece("truth-modules", "Predicted against measured, per module", "truth.py --rounds 3 --modules"),
     _piece("plan", "A chosen set against sets made by hand", "plan.py"),
     _piece("hotspa", "HotSPa's 32B layouts", "hotspa_32b.py"),
     _piece("galvatron", "Galvatron's case", "galvatron.py"),
