@@ -19,6 +19,7 @@ from fxpar.passes.write_in_place import functional
 from fxpar.runtime.arrivals import Arrivals, hand_over, wait_before_use
 from fxpar.runtime.gloo import graph_of_rank
 from fxpar.torch_api.boxed import compile_boxed
+from fxpar.torch_api.inductor import compile_whole
 
 Backend = Literal["eager", "inductor"]
 Values = Sequence[Any] | Mapping[int, Any]
@@ -229,5 +230,5 @@ def compile_part(graph: fx.Graph, backend: Backend) -> Compiled:
     functional(graph)  # the compiler wants these ops, and reuses buffers by itself
     # Sizes that come in through batch tensors are dynamic, so new lengths do not compile again. It is `forward` that is
     # compiled, as a call of the module would hide the error of a kernel behind one of the compiler.
-    run: Any = torch.compile(compile_graph(graph).forward, backend="inductor", dynamic=True, fullgraph=True)
+    run = compile_whole(compile_graph(graph).forward)
     return lambda operands: run(*operands)
