@@ -118,10 +118,11 @@ def unplaced(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
 
     Raises NotYetError for axes that the lowering does not know.
     """
+    what = f"a graph of one mesh for '{strategy}'"
+    if strategy.teams:
+        raise NotYetError(what, "Take one team of it: strategy.of_team(0).")
     if strategy.pipeline_size > 1:
-        raise NotYetError(
-            f"a graph of one mesh for '{strategy}'", "Cut it into stages: fxpar.lowering.pipeline.lower_pipeline."
-        )
+        raise NotYetError(what, "Cut it into stages: fxpar.lowering.pipeline.lower_pipeline.")
     for axis, degree in strategy.axes:
         if degree > 1 and USES[axis] == "experts":
             raise NotYetError(f"axis {axis!r} of strategy '{strategy}'", "Use dp, pp, cp, rows and tp.")

@@ -83,14 +83,6 @@ def _of_replica(rule: PackingRule) -> PackingRule:
     return replace(rule, replicas=rule.bins, bins=1, lockstep=True)
 
 
-def shared_makespan(shares: Sequence[Sequence[Bin]], rule: PackingRule) -> int:
-    """`makespan` where ranks that wait leave their core to others: all of the work is done by all cores, and no replica
-    is faster than alone on them.
-    """
-    runs = [one.cost + rule.fixed for share in shares for one in share]
-    return rule.shared(makespan(shares, rule), sum(runs))
-
-
 # ---------------------------------------------------------------------------------------------------- how finely to cut
 def _counts(items: Sequence[SequenceItem], replicas: int, fewest: int, rule: PackingRule) -> list[int]:
     """Numbers of micro-batches per replica worth a try in a pipeline, ascending; `fewest` hold all tokens.

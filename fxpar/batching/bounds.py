@@ -121,6 +121,6 @@ def rounded_up(count: int, unit: int) -> int:
 
 
 def shared_lower_bound(items: Sequence[SequenceItem], rule: PackingRule) -> int:
-    """What `shared_makespan` cannot undercut."""
+    """What replicas that share cores cannot undercut (`Load.time`)."""
     runs = fewest_bins(items, rule.budget) if rule.packed else len(items)
     return rule.shared(lower_bound(items, rule), sum(item.cost for item in items) + rule.fixed * runs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from fxpar.errors import (
     LengthLimitError,
@@ -14,6 +15,7 @@ from fxpar.errors import (
     UnknownBudgetError,
 )
 from fxpar.ir.strategy import Strategy
+from fxpar.ir.teams import largest_team, ranks_of_replica, team_budgets
 from fxpar.ir.written import LONGEST, brief
 
 
@@ -39,6 +41,20 @@ class LengthGroup:
         """Data-parallel replicas, each with micro-batches of its own."""
         return self.strategy.replicas
 
+    @cached_property
+    def teams(self) -> tuple[LengthGroup, ...]:
+        """A group per team of strategies side by side; else this one. The largest team's micro-batches have up to
+        `token_budget` tokens, those of the others as many per rank; a team takes the sequences that its own hold.
+        """
+        if not self.strategy.teams:
+            return (self,)
+        return tuple(
+            LengthGroup(min(self.limit, budget // team.bins), self.strategy.of_team(number), budget, self.multiple)
+            for number, (team, budget) in enumerate(
+                zip(self.strategy.teams, team_budgets(self.strategy, self.token_budget), strict=True)
+            )
+        )
+
     @property
     def bin_budget(self) -> int:
         """The most tokens of a bin, of which a micro-batch may have several of equal length."""
@@ -51,6 +67,8 @@ class LengthGroup:
         From ZeRO-2 on, every micro-batch ends with a collective over the replicas (gradients are scattered, with
         ZeRO-3 weights are gathered too), so each one takes as long as the slowest replica's.
         """
+        if self.strategy.teams:
+            return any(team.lockstep for team in self.teams)
         return self.strategy.most_zero >= 2 and self.replicas > 1
 
     def __str__(self) -> str:
@@ -65,7 +83,8 @@ def length_groups(
     `token_budget` is the most tokens of one micro-batch of one replica: one number for all groups, or a number by
     limit. A group that it does not name gets as many tokens per rank as the longest group has with one sequence of full
     length per micro-batch, or in each bin of one, but at least its own limit. A rank of a pipeline holds a stages-th of
-    the layers, of as many micro-batches as there are stages: pp does not divide the tokens.
+    the layers, of as many micro-batches as there are stages: pp does not divide the tokens. Of teams side by side it is
+    the budget of the largest one (see `LengthGroup.teams`).
 
     Raises StrategiesTypeError, NoStrategiesError, LengthLimitError, StrategySyntaxError, StrategyWorldsError (a
     strategy that does not take all `world` ranks), TokenBudgetError, UnknownBudgetError.
@@ -103,11 +122,12 @@ def check_strategies(strategies: object) -> None:
 def _budget(
     limit: int, strategy: Strategy, parsed: Mapping[int, Strategy], given: int | Mapping[int, int] | None
 ) -> int:
-    budget = given.get(limit) if isinstance(given, Mapping) else given
+    budget, largest = given.get(limit) if isinstance(given, Mapping) else given, largest_team(strategy)
     if budget is None:
-        longest = max(parsed)
-        ranks, ranks_of_longest = (s.world // s.replicas // s.pipeline_size for s in (strategy, parsed[longest]))
-        return max(limit * strategy.bins, longest * parsed[longest].bins * ranks // ranks_of_longest)
-    if isinstance(budget, bool) or not isinstance(budget, int) or budget < limit * strategy.bins:
-        raise TokenBudgetError(budget, limit, str(strategy), strategy.bins)
+        most = max(parsed)
+        longest = largest_team(parsed[most])
+        tokens = most * longest.bins * ranks_of_replica(largest) // ranks_of_replica(longest)
+        return max(limit * largest.bins, tokens)
+    if isinstance(budget, bool) or not isinstance(budget, int) or budget < limit * largest.bins:
+        raise TokenBudgetError(budget, limit, str(strategy), largest.bins)
     return budget

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from fxpar.batching.balance import Share, share_out, shared_makespan
+from fxpar.batching.balance import Share, makespan, share_out
 from fxpar.batching.bounds import shared_lower_bound
 from fxpar.batching.groups import LengthGroup
 from fxpar.batching.packing import PackingRule, SequenceItem, longest_first, ticks
@@ -47,6 +47,11 @@ class Load:
         return cls(tuple(longest_first(SequenceItem(i, length, by_length[length]) for i, length in found)), rule)
 
     @property
+    def teams(self) -> tuple[Load, ...]:
+        """One per team of strategies side by side: here all ranks are one."""
+        return (self,)
+
+    @property
     def members(self) -> list[Member]:
         """What it was made of, dearest first."""
         return [(item.index, item.tokens) for item in self.items]
@@ -54,17 +59,29 @@ class Load:
     @cached_property
     def bound(self) -> int:
         """A time that no plan of these sequences undercuts."""
-        return shared_lower_bound(self.items, self.rule)
+        return shared_lower_bound(self.items, self.rule) if self.items else 0
 
     @cached_property
     def shares(self) -> list[Share]:
         """The micro-batches of each replica."""
-        return share_out(self.items, self.rule)
+        return share_out(self.items, self.rule) if self.items else [[] for _ in range(self.rule.replicas)]
 
     @cached_property
+    def slowest(self) -> int:
+        """What the slowest replica takes if no two ranks share a core."""
+        return makespan(self.shares, self.rule)
+
+    @cached_property
+    def work(self) -> int:
+        """What all replicas take together."""
+        return sum(one.cost + self.rule.fixed for share in self.shares for one in share)
+
+    @property
     def time(self) -> int:
-        """What they take."""
-        return shared_makespan(self.shares, self.rule)
+        """What they take, where ranks that wait leave their core to others: all of the work is done by all cores, and
+        no replica is faster than alone on them.
+        """
+        return self.rule.shared(self.slowest, self.work)
 
     @property
     def micro_batches(self) -> int:

@@ -13,8 +13,9 @@ from fxpar.batching.groups import LengthGroup
 from fxpar.batching.loads import Load, Member, rule_of
 from fxpar.batching.packing import TICKS_PER_S, Bin, PackingRule, ticks
 from fxpar.batching.plan import BatchPlan, GroupPlan, MicroBatch
-from fxpar.batching.riding import Choice, with_riders
-from fxpar.cost.group_cost import GroupCost
+from fxpar.batching.riding import AnyLoad, Choice, with_riders
+from fxpar.batching.teams import TeamRule, TeamsLoad, team_rules
+from fxpar.cost.group_cost import Cost, TeamsCost
 from fxpar.errors import (
     EmptyMiniBatchError,
     GroupCostsError,
@@ -34,14 +35,14 @@ class RunTime(NamedTuple):
     micro_batches: int
 
 
-KnownLoads = dict[tuple[tuple[Member, ...], PackingRule, GroupCost], Load]
+KnownLoads = dict[tuple[tuple[Member, ...], PackingRule | tuple[TeamRule, ...], Cost], AnyLoad]
 BorderSeconds = Callable[[Running, tuple[RunTime, ...]], float]
 
 
 def plan_batch(
     lengths: Sequence[int],
     groups: Sequence[LengthGroup],
-    costs: Sequence[GroupCost],
+    costs: Sequence[Cost],
     border_s: BorderSeconds,
     *,
     packed: bool = True,
@@ -105,12 +106,12 @@ class _Planner:
     """Plans by the range of groups that run together; each is worked out once, and only if it may be the best."""
 
     groups: Sequence[LengthGroup]
-    costs: Sequence[GroupCost]
+    costs: Sequence[Cost]
     border_s: BorderSeconds
     packed: bool
     members: list[list[Member]]  # by the first group that takes them
     known: KnownLoads
-    _loads: dict[tuple[int, int], Load] = field(default_factory=dict)
+    _loads: dict[tuple[int, int], AnyLoad] = field(default_factory=dict)
 
     def plan(self, choice: Choice) -> BatchPlan:
         """The plan in which groups run these sequences."""
@@ -196,25 +197,30 @@ class _Planner:
     def takes(self, group: int, length: int) -> bool:
         return self.groups[group].takes(length)
 
-    def make(self, group: int, members: Sequence[Member]) -> Load:
-        rule = rule_of(self.groups[group], self.costs[group], self.packed)
-        key = tuple(members), rule, self.costs[group]
-        if key not in self.known:
-            self.known[key] = Load.of(members, rule, self.costs[group])
-        return self.known[key]
+    def make(self, group: int, members: Sequence[Member]) -> AnyLoad:
+        spec, cost, found = self.groups[group], self.costs[group], tuple(members)
+        if isinstance(cost, TeamsCost):
+            rules = team_rules(spec, cost, self.packed)
+            if (found, rules, cost) not in self.known:
+                self.known[found, rules, cost] = TeamsLoad.of(members, rules)
+            return self.known[found, rules, cost]
+        rule = rule_of(spec, cost, self.packed)
+        if (found, rule, cost) not in self.known:
+            self.known[found, rule, cost] = Load.of(members, rule, cost)
+        return self.known[found, rule, cost]
 
-    def _load(self, first: int, into: int) -> Load:
+    def _load(self, first: int, into: int) -> AnyLoad:
         """The sequences of the groups `first` to `into`, as group `into` sees them."""
         if (first, into) not in self._loads:
             members = [member for g in range(first, into + 1) for member in self.members[g]]
             self._loads[first, into] = self.make(into, members)
         return self._loads[first, into]
 
-    def _group_plan(self, number: int, load: Load) -> GroupPlan:
-        bins = load.rule.bins
+    def _group_plan(self, number: int, load: AnyLoad) -> GroupPlan:
         replicas = tuple(
-            tuple(map(_micro_batch, zip_longest(*load.shares[first : first + bins])))
-            for first in range(0, len(load.shares), bins)
+            tuple(map(_micro_batch, zip_longest(*team.shares[first : first + team.rule.bins])))
+            for team in load.teams
+            for first in range(0, len(team.shares), team.rule.bins)
         )
         group, timed = self.groups[number], (load.time / TICKS_PER_S, load.bound / TICKS_PER_S)
         return GroupPlan(number, replicas, *timed, group.lockstep, str(group.strategy), group.limit)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from fxpar.batching.bounds import least_overhead
 from fxpar.batching.loads import Load, Member
 from fxpar.batching.packing import PackingRule, SequenceItem
+from fxpar.batching.teams import TeamsLoad
 
 WORTH = 500  # gains below 1/WORTH of a mini-batch are not looked for
 TRIES = 3  # moves that are worked out in a round
@@ -25,9 +26,10 @@ PACKED_ANEW = 2  # of the sequences of a mini-batch, in all rounds together: bou
 FEW = 128  # sequences that are packed anew in any case
 STEP = 4  # numbers of riders grow by 1/STEP
 
-Choice = Mapping[int, Load]  # by group, ascending
+AnyLoad = Load | TeamsLoad
+Choice = Mapping[int, AnyLoad]  # by group, ascending
 Takes = Callable[[int, int], bool]  # whether a group may run a sequence of this length
-Make = Callable[[int, Sequence[Member]], Load]  # of a group and its sequences
+Make = Callable[[int, Sequence[Member]], AnyLoad]  # of a group and its sequences
 Price = Callable[[Choice], int]  # ticks of a mini-batch, borders included
 
 
@@ -84,7 +86,9 @@ def _moves(choice: Choice, takes: Takes, make: Make) -> Iterator[_Move]:
             yield _Move(adds, source, target, tuple((item.index, item.tokens) for item, _ in ordered[:count]))
 
 
-def _guesses(here: Load, there: Load, pairs: Sequence[tuple[SequenceItem, SequenceItem]]) -> Iterator[tuple[int, int]]:
+def _guesses(
+    here: AnyLoad, there: AnyLoad, pairs: Sequence[tuple[SequenceItem, SequenceItem]]
+) -> Iterator[tuple[int, int]]:
     """(ticks that are added to the mini-batch, riders) if the first of `pairs`, an item as it is here and as it is
     there, leave: one, two, and more and more of them.
     """
@@ -110,7 +114,7 @@ class _Sum(NamedTuple):
     count: int
 
     @classmethod
-    def of(cls, load: Load) -> _Sum:
+    def of(cls, load: AnyLoad) -> _Sum:
         large = sum(2 * item.tokens > load.rule.budget for item in load.items)
         costs, tokens = (sum(item[field] for item in load.items) for field in (2, 1))
         return cls(costs, tokens, large, len(load.items))

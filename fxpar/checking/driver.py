@@ -29,7 +29,7 @@ from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import compile_graph, make_tensors_on
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.node_meta import tensor_metas
-from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
 from fxpar.passes.pack_documents import packed_if_proved
@@ -233,9 +233,9 @@ def _micro_batches(program: TrainGraph, batches: Sequence[Batch], rows: bool) ->
 def _check_one(setting: _Setting, strategy: Strategy | str | TrainGraph, limit: float, padded: bool) -> CheckResult:
     program = strategy if isinstance(strategy, TrainGraph) else lower(setting.rows, strategy)
     if padded:
-        program = replace(program, padding_hazard=None)
+        program = _with_hazard(program, None)
     elif program.padding_hazard:
-        program = replace(program, padding_hazard=with_packing(program.padding_hazard, setting.unpacked))
+        program = _with_hazard(program, with_packing(program.padding_hazard, setting.unpacked))
     strategy = program.strategy
     in_rows = not setting.unpacked and _takes_rows(program)
     micro_batches = _micro_batches(program, setting.batches, in_rows)
@@ -272,6 +272,13 @@ def _check_one(setting: _Setting, strategy: Strategy | str | TrainGraph, limit: 
     )
 
 
+def _with_hazard(program: TrainGraph, hazard: str | None) -> TrainGraph:
+    """A program, and those of its teams, with another reason not to pad."""
+    if isinstance(program, TeamsGraph):
+        program = replace(program, teams=tuple(replace(team, padding_hazard=hazard) for team in program.teams))
+    return replace(program, padding_hazard=hazard)
+
+
 def run_world(
     program: TrainGraph,
     params: Batch,
@@ -294,13 +301,14 @@ def run_world(
     def run(rank: int, channels: Channels | None) -> dict[str, Any]:
         bound = bind_here(program, ProcessGroups(), compile=compile, channels=channels)
         bound.prepare(local_params(program, params, rank), buffers)
-        mine = plan[replica_of(program, rank)]
+        own, of_team = bound.program, [plan[i] for i in bound.replicas]
+        mine = of_team[replica_of(own, rank)]
         # ZeRO-2 and 3 talk to the other replicas inside the body, so all run the same number of micro-batches: a
         # replica that has none left repeats one at scale 0, which adds exact zeros.
-        idle = max(map(len, plan)) - len(mine) if strategy.most_zero >= 2 else 0
+        idle = max(map(len, of_team)) - len(mine) if own.strategy.most_zero >= 2 else 0
         bound.run_all(
             [
-                MicroRun(partial(pad, program, batches[index % len(batches)]), scale, index, turn >= len(mine))
+                MicroRun(partial(pad, own, batches[index % len(batches)]), scale, index, turn >= len(mine))
                 for turn, index in enumerate(mine + mine[:1] * idle)
             ]
         )

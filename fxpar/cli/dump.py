@@ -12,6 +12,7 @@ from fxpar.cli.graph_json import graph_document, schedule_document
 from fxpar.cli.rank_view import RankView, as_rank
 from fxpar.cli.request import check_graph_output, check_output, collected_warnings, to_json, write_output
 from fxpar.cli.source import (
+    check_one_team,
     check_stage,
     read_for_store,
     read_graph,
@@ -34,7 +35,7 @@ from fxpar.ir.columns import folded
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import LogicalGraph, run_sizes
 from fxpar.ir.node_meta import fqn_of
-from fxpar.ir.pipeline_graph import PipelineGraph
+from fxpar.ir.pipeline_graph import PipelineGraph, TeamsGraph
 from fxpar.ir.printer import AnyGraph, format_graph, matches, parts, without_folders
 from fxpar.ir.sent import sent
 from fxpar.ir.strategy import Strategy
@@ -50,10 +51,14 @@ def run_dump(request: DumpRequest) -> None:
     notes: list[str] = []
     with working() as status, collected_warnings(notes):
         status.update(f"reading {request.source.model}")
+        if request.level == "annotated" or request.after:
+            check_one_team("this dump", strategies)
         graph = _graph(request, strategies[0] if strategies else None)
         whole = request.after is None or strategies[0].pipeline_size == 1  # batches are those of all stages
         origin = read_origin(request.source, graph) if request.form == "graph" and whole else None
     _check_stage(request, graph)
+    if isinstance(graph, TeamsGraph) and (request.form == "dot" or request.rank is not None or request.schedule):
+        check_one_team("this dump", [graph.strategy])
     for note in notes:
         if isinstance(graph, LogicalGraph) or note not in graph.notes:  # those are in the dump
             stderr_console().print(f"note: {without_folders(note)}", markup=False)

@@ -11,6 +11,7 @@ from fxpar.cli.console import stdout_console, working
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, collected_warnings, write_json
 from fxpar.cli.source import (
+    check_one_team,
     check_placed,
     check_stage,
     read_file,
@@ -70,6 +71,7 @@ class _Graphs:
             strategy = self.file.strategy
         if strategy is None:
             raise StageNeedsStrategyError("explained")
+        check_one_team("fxpar explain", [strategy])
         self.strategy = strategy
 
     @property

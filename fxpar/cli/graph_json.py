@@ -10,7 +10,7 @@ from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import LogicalGraph, TensorMeta, run_dims
 from fxpar.ir.node_meta import fqn_of, is_backward, source_of
-from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
+from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram, TeamsGraph
 from fxpar.ir.printer import AnyGraph, PrintedPart, matches, parts
 from fxpar.ir.sent import sent
 from fxpar.ir.serialize import target_name
@@ -23,7 +23,8 @@ def graph_document(
     graph: AnyGraph, stage: str, pipeline_stage: int | None = None, fqn: str | None = None
 ) -> dict[str, Any]:
     """One dict per graph; sizes are integers or expressions in the dynamic dims, as text. Of a pipeline the document
-    has one such dict per stage, or that of `pipeline_stage` alone. With `fqn` nodes of modules that match the glob.
+    has one such dict per stage, or that of `pipeline_stage` alone; of teams one per team ("teams"). With `fqn` nodes of
+    modules that match the glob.
     """
     document: dict[str, Any] = {
         "model": graph.name,
@@ -43,7 +44,10 @@ def graph_document(
         "outputs": [{"kind": output.kind, "fqn": output.fqn} for output in graph.outputs],
         "timings": {**dict.fromkeys(TIMINGS), **graph.timings},
     }
-    if isinstance(graph, PipelineGraph):
+    if isinstance(graph, TeamsGraph):
+        document["teams"] = [_team(team, stage, pipeline_stage, fqn) for team in graph.teams]
+        document["nodes"] = sum(team["nodes"] for team in document["teams"])
+    elif isinstance(graph, PipelineGraph):
         stages = [s for s in graph.stages if pipeline_stage in (None, s.index)]
         document |= _pipeline(graph)
         document["stages"] = [_stage(graph, s, fqn) for s in stages]
@@ -59,10 +63,18 @@ def graph_document(
         document |= strategy.to_json()
         document |= {"world": strategy.world, "mesh": [list(axis) for axis in strategy.axes]}
         document["notes"] = list(graph.notes)
-    if isinstance(graph, Program):
+    if isinstance(graph, TeamsGraph):
+        document |= {"collective_counts": graph.collectives(), "collective_bytes": graph.collective_bytes()}
+    elif isinstance(graph, Program):
         document |= _collectives(graph)
         document["passes"] = list(graph.passes)
     return document
+
+
+def _team(team: Program, stage: str, pipeline_stage: int | None, fqn: str | None) -> dict[str, Any]:
+    """One team: a document of its own, and where it runs."""
+    ranks = team.mesh.ranks
+    return {"ranks": [ranks[0], ranks[-1]], **graph_document(team, stage, pipeline_stage, fqn)}
 
 
 def schedule_document(graph: PipelineGraph, timeline: Timeline) -> dict[str, Any]:
@@ -120,7 +132,7 @@ def _input(graph: AnyGraph, index: int) -> dict[str, Any]:
     info = graph.inputs[index]
     found: dict[str, Any] = {"kind": info.kind, "fqn": info.fqn, **_meta(info.meta)}
     found |= {"requires_grad": info.requires_grad, "aliases": list(info.aliases)}
-    if isinstance(graph, Program) and not isinstance(graph, PipelineGraph):
+    if isinstance(graph, Program) and not isinstance(graph, PipelineGraph | TeamsGraph):
         stored = graph.stored_inputs[index]
         found |= {**_meta(stored.meta), "dist": stored.dist.to_json(), "local": _meta(stored.local)}
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fxpar.cli.cache import CaptureCache, model_files, recorded
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import capture_model, in_precision, load_model, parse_precision, parse_strategies
-from fxpar.errors import GraphFileError, ModelFunctionError, StageIndexError, StageNeedsStrategyError, warn
+from fxpar.errors import (
+    GraphFileError,
+    ModelFunctionError,
+    OneTeamError,
+    StageIndexError,
+    StageNeedsStrategyError,
+    warn,
+)
 from fxpar.graph_files import Origin, SavedGraph, kind_of, load_graph, load_origin
 from fxpar.ir.columns import human_bytes
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
@@ -35,6 +42,13 @@ T = TypeVar("T")
 def strategies_of(source: GraphSource, texts: Sequence[str]) -> list[Strategy]:
     """Parsed, with the overrides of this source. Raises StrategySyntaxError, WorldSizeError, OverrideError."""
     return parse_strategies(texts, source.overrides, source.world)
+
+
+def check_one_team(command: str, strategies: Iterable[Strategy]) -> None:
+    """Raises OneTeamError for strategies side by side."""
+    for strategy in strategies:
+        if strategy.teams:
+            raise OneTeamError(command, str(strategy), list(map(str, strategy.teams)))
 
 
 def is_function(source: GraphSource) -> bool:

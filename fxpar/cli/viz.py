@@ -14,7 +14,15 @@ from typing import Any
 from fxpar.cli.commands import VizRequest
 from fxpar.cli.console import human_seconds, stdout_console, working
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
-from fxpar.cli.source import from_cache, placed_words, read_for_store, read_lowered, rows_once, strategies_of
+from fxpar.cli.source import (
+    check_one_team,
+    from_cache,
+    placed_words,
+    read_for_store,
+    read_lowered,
+    rows_once,
+    strategies_of,
+)
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.polynomial import micro_batch_sizes
 from fxpar.errors import (
@@ -118,6 +126,7 @@ def _views(
         budgets[name] = max(group.token_budget, budgets.get(name, 0))
     source = request.source
     strategies = list({str(one): one for one in strategies_of(source, request.strategy_texts)}.values())
+    check_one_team("fxpar viz", strategies)
     for strategy in strategies:
         _check_ranks(strategy)
         if cluster:
@@ -135,6 +144,7 @@ def _views(
             by_itself = read_lowered(source, strategy, rows)
             pairs.append((by_itself, read_for_store(source, strategy, rows=rows)))
     views = []
+    check_one_team("fxpar viz", [graph.strategy for graph, _ in pairs])
     for graph, stored in pairs:
         _check_ranks(graph.strategy)
         if cluster:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from fxpar.ir.exec_graph import ExecGraph
-from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram, TrainGraph
+from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram, TeamsGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.schedule import schedule
 from fxpar.schedule.mini_batch import Pace, pace_of
@@ -16,6 +16,8 @@ def flowing_pace(program: TrainGraph) -> Pace | None:
     ends; None if one of them is only final behind the epilogue. For graphs that run eagerly: what is compiled whole
     cannot wait in the middle.
     """
+    if isinstance(program, TeamsGraph):  # each goes at a pace of its own
+        return None
     parts = (program,) if isinstance(program, ExecGraph) else program.stages
     grads = [[out.fqn for out in one.outputs if out.kind == "grad"] for one in parts]
     final = all(len(final_gradients(one)) == len(mine) for one, mine in zip(parts, grads, strict=True))

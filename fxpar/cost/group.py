@@ -8,15 +8,22 @@ from fractions import Fraction
 
 from fxpar.cost.calls import NOMINAL_TOKENS, handed_on_s, node_costs
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.group_cost import GroupCost
+from fxpar.cost.group_cost import Cost, GroupCost, TeamsCost
 from fxpar.cost.polynomial import Polynomial
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.mesh import Mesh
-from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
+from fxpar.ir.pipeline_graph import PipelineGraph, TeamsGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 
 
-def group_cost(program: TrainGraph, cluster: ClusterSpec) -> GroupCost:
+def program_cost(program: TrainGraph, cluster: ClusterSpec) -> Cost:
+    """`group_cost`, of teams side by side that of each. Raises as that does."""
+    if isinstance(program, TeamsGraph):
+        return TeamsCost(tuple(group_cost(team, cluster) for team in program.teams))
+    return group_cost(program, cluster)
+
+
+def group_cost(program: Program, cluster: ClusterSpec) -> GroupCost:
     """Predicted cost of one micro-batch of `program` on `cluster`, whose calls add up (`fxpar.cost.calls`); nothing
     runs, all ranks find the same. Of a pipeline it is that of the slowest ranks, with all of their stages and what
     these hand on; a replica takes longer by the bubble.
@@ -38,7 +45,7 @@ def of_strategy(positions: Iterable[Polynomial], strategy: Strategy, cluster: Cl
     return GroupCost(*numbers, strategy.pipeline_size, plan.virtual, plan.schedule, shared_by)
 
 
-def rank_costs(program: TrainGraph, cluster: ClusterSpec) -> dict[Mesh, Polynomial]:
+def rank_costs(program: Program, cluster: ClusterSpec) -> dict[Mesh, Polynomial]:
     """Seconds of a micro-batch on the ranks of each mesh of `program`: of a pipeline one per position, with all of its
     stages and what these hand on. Raises ClusterError for a cluster with fewer devices than ranks.
     """

@@ -91,3 +91,18 @@ class GroupCost:
     def sequence_s(self, length: int) -> float:
         """What one more sequence of this length adds."""
         return self.per_token_s * length + self.per_square_s * (length * length)
+
+
+@dataclass(frozen=True)
+class TeamsCost:
+    """What micro-batches of strategies side by side take: those of each team, which run at the same time."""
+
+    teams: tuple[GroupCost, ...]
+
+    def times(self, factor: float) -> TeamsCost:
+        """All seconds times a factor. Raises CostModelError as for any seconds."""
+        return TeamsCost(tuple(team.times(factor) for team in self.teams))
+
+
+Cost = GroupCost | TeamsCost
+"""Of a strategy, whatever it consists of."""

@@ -181,7 +181,9 @@ class _Compiled:
                     f"all sizes of this graph are fixed, so '{strategy}' has no token dim to cut over cp or sp: every "
                     "rank computes all tokens. Pass dynamic=True to torch.compile, or mark the dim with mark_dynamic"
                 )
-            self.programs[key] = lower_forward(graph, strategy, whole=True)
+            program = lower_forward(graph, strategy, whole=True)
+            assert isinstance(program, PlainGraph)  # options have no teams
+            self.programs[key] = program
         return self.programs[key]
 
     def _graph(self, values: Sequence[Any], batch: Mapping[str, Tensor]) -> ForwardGraph:

@@ -76,6 +76,9 @@ def _strategy(option: str, value: Any, overrides: Any) -> Strategy:
         if not isinstance(value, str):
             raise BackendOptionError(option, f"it is {value!r}, not a text")
         value = Strategy.parse(value, overrides=overrides)
+    if value.teams:
+        why = "every call brings a batch for all ranks here, and teams run batches of their own; use fxpar.parallelize"
+        raise BackendOptionError(option, why)
     if value.most_zero:
         why = "weights are whole on every rank here, so there is nothing for ZeRO to shard; use fxpar.parallelize"
         raise BackendOptionError(option, why)

@@ -39,6 +39,16 @@ class ExampleRunError(FxparError):
         )
 
 
+class OneTeamError(FxparError):
+    """A command that looks at one strategy is given several side by side."""
+
+    def __init__(self, command: str, strategy: str, teams: Sequence[str]) -> None:
+        super().__init__(
+            f"{command} looks at one strategy at a time, and {strategy!r} is {len(teams)} side by side. Name one of "
+            f"them, such as -s {teams[0]!r}: in a micro-batch nothing goes from team to team"
+        )
+
+
 class ModelTypeError(FxparError):
     """A transformers type that is unknown or not a dense decoder."""
 

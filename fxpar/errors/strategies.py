@@ -62,16 +62,30 @@ class BinsError(FxparError):
 
 
 class WorldSizeError(FxparError):
-    """The degrees of a strategy do not multiply to the number of ranks. `by_stage` are the ranks of each stage, where
-    these have a strategy of their own.
+    """The degrees of a strategy do not multiply to the number of ranks. `by_block` are the ranks of each of its stages
+    or teams (`blocks`), where these have a strategy of their own.
     """
 
-    def __init__(self, strategy: str, needed: int, world: int, by_stage: Sequence[int] = ()) -> None:
-        parts = " + ".join(map(str, by_stage))
-        found, result = (f"its stages {parts}", "sum") if parts else ("the product of its degrees", "product")
+    def __init__(
+        self, strategy: str, needed: int, world: int, by_block: Sequence[int] = (), blocks: str = "stages"
+    ) -> None:
+        parts = " + ".join(map(str, by_block))
+        found, result = (f"its {blocks} {parts}", "sum") if parts else ("the product of its degrees", "product")
         super().__init__(
             f"strategy {strategy!r} needs {needed} ranks ({found}), but the world has {world}. "
             f"Change a degree so that the {result} is {world}, or use {needed} ranks."
+        )
+
+
+class TeamsBufferError(FxparError):
+    """Strategies side by side, and a step that writes buffers: teams see other sequences, and would go apart."""
+
+    def __init__(self, strategy: str, buffers: Sequence[str]) -> None:
+        super().__init__(
+            f"strategy {strategy!r}: a step writes {', '.join(map(repr, buffers[:3]))}"
+            f"{' and others' if len(buffers) > 3 else ''}, and teams side by side run other sequences, so that each "
+            "would write something else. Give all ranks one strategy, or freeze what writes them (BatchNorm: "
+            "model.eval(), or GroupNorm in its place)."
         )
 
 

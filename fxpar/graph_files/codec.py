@@ -33,7 +33,7 @@ from fxpar.ir.exec_graph import ExecGraph, Part, Stored
 from fxpar.ir.graph import AnnotatedGraph, Averaged, Dim, Input, LogicalGraph, Output, TensorMeta, dim_symbol
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.module_rules import ModuleRule
-from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
+from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram, TeamsGraph
 from fxpar.ir.remat import Remat
 from fxpar.ir.serialize import target_name
 from fxpar.ir.strategy import Strategy
@@ -43,7 +43,7 @@ from fxpar.torch_api.modules import lazy_module
 
 # Equal values of these are stored once.
 POOLED = (Mesh, AxisShard, DistConfig, Replicate, Shard, Partial, TensorMeta, Dim, Input, Output, Stored, Strategy)
-GRAPHS = (LogicalGraph, AnnotatedGraph, ExecGraph, StageProgram, PipelineGraph)
+GRAPHS = (LogicalGraph, AnnotatedGraph, ExecGraph, StageProgram, PipelineGraph, TeamsGraph)
 CLASSES = {cls.__name__: cls for cls in (*POOLED, Averaged, ModuleRule, Remat, Pipeline, Part, *GRAPHS)}
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
 _TORCH_NAMES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, _TORCH)}

@@ -25,16 +25,17 @@ from fxpar.graph_files.codec import Decoder, Encoder
 from fxpar.graph_files.structure import fits
 from fxpar.ir.exec_graph import ExecGraph
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
-from fxpar.ir.pipeline_graph import PipelineGraph
+from fxpar.ir.pipeline_graph import PipelineGraph, TeamsGraph
 from fxpar.version import __version__
 
 FORMAT, VERSION = "fxpar graph", 4
-SavedGraph = LogicalGraph | AnnotatedGraph | ExecGraph | PipelineGraph
+SavedGraph = LogicalGraph | AnnotatedGraph | ExecGraph | PipelineGraph | TeamsGraph
 _KINDS: dict[str, type] = {
     "logical": LogicalGraph,
     "annotated": AnnotatedGraph,
     "exec": ExecGraph,
     "pipeline": PipelineGraph,
+    "teams": TeamsGraph,
 }
 
 

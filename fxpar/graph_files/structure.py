@@ -20,7 +20,7 @@ from fxpar.ir.exec_graph import ExecGraph, Part, Program, collective_kind
 from fxpar.ir.graph import AnnotatedGraph, Dim, LogicalGraph, TensorMeta
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.node_meta import NodeMeta, dist_of, dists_of, is_size, local_meta, tensor_of, wanted_dists, whole_meta
-from fxpar.ir.pipeline_graph import PipelineGraph
+from fxpar.ir.pipeline_graph import PipelineGraph, TeamsGraph
 from fxpar.ir.serialize import OpOverload
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.strategy_text import MOST_RANKS
@@ -170,6 +170,10 @@ def _check_constants(graph: LogicalGraph | AnnotatedGraph | Program) -> None:
 def _check_program(program: Program) -> None:
     """The parts fit together, and speak of axes of their own mesh."""
     _check_constants(program)
+    if isinstance(program, TeamsGraph):
+        if [team.strategy for team in program.teams] != list(map(program.strategy.of_team, range(len(program.teams)))):
+            raise GraphFormatError(f"strategies side by side are not those of {program.strategy}")
+        return
     if isinstance(program, PipelineGraph):
         if [stage.index for stage in program.stages] != list(range(program.strategy.stages)):
             raise GraphFormatError(f"a pipeline has not the {program.strategy.stages} stages of {program.strategy}")

@@ -1,4 +1,4 @@
-"""`PipelineGraph`: what the ranks run under a strategy with pipeline stages, one `StageProgram` per stage.
+"""Programs of several meshes: `PipelineGraph`, with one `StageProgram` per pipeline stage, and `TeamsGraph`.
 
 Each stage has a mesh of its own (see `Strategy.mesh`). With several stages per rank (interleaved schedules) the stages
 s, s + pp ... have the same one. Stages may differ in strategy (`Strategy.by_stage`): what goes between them is cut anew
@@ -8,7 +8,7 @@ on its way.
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -148,5 +148,40 @@ def position_of(program: Program, rank: int) -> int:
     return next(place for place, placed in enumerate(program.placed) if rank in placed.mesh)
 
 
-TrainGraph = ExecGraph | PipelineGraph
+@dataclass(kw_only=True)
+class TeamsGraph(Program):
+    """Strategies side by side: one program of the whole model per team, on ranks of its own. Each runs micro-batches of
+    its own, and gives a term of every gradient. `inputs` and `outputs` are those of the model; how they lie, each team
+    says.
+    """
+
+    teams: tuple[Program, ...]
+
+    @property
+    def placed(self) -> tuple[Program, ...]:
+        return tuple(part for team in self.teams for part in team.placed)
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {f"team{i}.{name}": part for i, team in enumerate(self.teams) for name, part in team.parts.items()}
+
+    def collectives(self) -> dict[str, int]:
+        """Number of collectives of each kind in all teams."""
+        return dict(sorted(sum((Counter(team.collectives()) for team in self.teams), Counter()).items()))
+
+    def collective_bytes(self, sizes: dict[str, int] | None = None) -> int:
+        """Bytes that a rank of the busiest team sends per micro-batch."""
+        return max(team.collective_bytes(sizes) for team in self.teams)
+
+    def team_of(self, rank: int) -> int:
+        """The number of the team that a rank is in."""
+        return next(i for i, team in enumerate(self.teams) if rank in team.mesh)
+
+    def replicas_of(self, team: int) -> range:
+        """The data-parallel replicas of a team, as those of all teams are counted."""
+        before = sum(one.strategy.replicas for one in self.teams[:team])
+        return range(before, before + self.teams[team].strategy.replicas)
+
+
+TrainGraph = ExecGraph | PipelineGraph | TeamsGraph
 """What `lower` makes."""

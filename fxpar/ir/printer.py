@@ -27,8 +27,15 @@ from fxpar.ir.exec_graph import PlainGraph, Program, collective_kind
 from fxpar.ir.fqn import block_of, starred
 from fxpar.ir.graph import AnnotatedGraph, ForwardGraph, Input, LogicalGraph, TensorMeta, run_sizes
 from fxpar.ir.node_meta import comm_of, dist_of, fqn_of, fused_count, is_backward, is_size, source_of, wanted_dists
-from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
-from fxpar.ir.printer_tables import collective_list, collective_table, reshard_table, stage_list, tensor_operands_of
+from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram, TeamsGraph
+from fxpar.ir.printer_tables import (
+    collective_list,
+    collective_table,
+    ranks_text,
+    reshard_table,
+    stage_list,
+    tensor_operands_of,
+)
 from fxpar.ir.serialize import OpOverload
 
 AnyGraph = LogicalGraph | AnnotatedGraph | Program
@@ -49,9 +56,15 @@ def format_graph(
     head: Sequence[str] = (),
 ) -> str:
     """The whole text: header (and the lines of `head`), parameters, nodes, collectives; without `nodes` those that
-    communicate only. Of a pipeline what the stages are and send, then each stage, or `stage` alone. With `fqn`
-    parameters and nodes of the modules that match this glob. Ends with a newline.
+    communicate only. Of a pipeline what the stages are and send, then each stage, or `stage` alone; of teams side by
+    side one after the other. With `fqn` parameters and nodes of the modules that match this glob. Ends with a newline.
     """
+    if isinstance(graph, TeamsGraph):
+        texts = ["\n".join([*header(graph), *head]) + "\n"]
+        for number, team in enumerate(graph.teams):
+            text = format_graph(team, fold=fold, nodes=nodes, stage=stage, fqn=fqn)
+            texts.append(f"team {number} on {ranks_text(team.mesh.ranks)}:\n{text}")
+        return "\n".join(texts)
     sections = [[*header(graph), *head]]
     shown: list[AnyGraph] = [graph]
     if isinstance(graph, PipelineGraph):
@@ -76,6 +89,7 @@ _STAGES = {
     AnnotatedGraph: "annotated",
     PlainGraph: "plain",
     PipelineGraph: "pipeline",
+    TeamsGraph: "teams",
     Program: "exec",
 }
 
@@ -85,8 +99,11 @@ def header(graph: AnyGraph) -> list[str]:
     stage = next(name for kind, name in _STAGES.items() if isinstance(graph, kind))
     lines = [f"fxpar {stage} graph of {graph.name}"]
     if not isinstance(graph, LogicalGraph):
-        axes, ranks = " x ".join(f"{axis}{degree}" for axis, degree in graph.strategy.axes), graph.strategy.world
-        lines.append(f"strategy {graph.strategy}: mesh {axes}, {ranks} rank{'s' * (ranks != 1)}")
+        strategy, ranks = graph.strategy, graph.strategy.world
+        axes = " x ".join(f"{axis}{degree}" for axis, degree in strategy.axes)
+        teams = " + ".join(str(team.world) for team in strategy.teams)
+        mesh = f"teams of {teams}" if teams else f"mesh {axes}, {ranks}"
+        lines.append(f"strategy {strategy}: {mesh} rank{'s' * (ranks != 1)}")
         lines += [f"override {pattern}={placement}" for pattern, placement in graph.strategy.overrides]
     for dim in graph.dims:
         text, divisor = f"dim {dim.name}: {dim.example} in the example", graph.divisors.get(dim.name, 1)

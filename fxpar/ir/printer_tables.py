@@ -52,9 +52,9 @@ def stage_list(graph: PipelineGraph) -> list[str]:
     lines = [f"stages under {graph.strategy.pipeline.schedule} ({_micro_batch(graph)}; bytes that one rank sends):"]
     held = Counter(fqn for stage in graph.stages for fqn in stage.taken("param"))
     for i, stage in enumerate(graph.stages):
-        held_by, share = stage.mesh.ranks, graph.flops[i] / (sum(graph.flops) or 1)
-        ranks = f"ranks {held_by[0]}-{held_by[-1]}" if len(held_by) > 1 else f"rank {held_by[0]}"
-        lines.append(f"  {i} on {ranks}, from {graph.cuts[i - 1] if i else 'the start'}, {share:.0%} of the FLOPs")
+        share = graph.flops[i] / (sum(graph.flops) or 1)
+        begins = graph.cuts[i - 1] if i else "the start"
+        lines.append(f"  {i} on {ranks_text(stage.mesh.ranks)}, from {begins}, {share:.0%} of the FLOPs")
         for each in graph.handovers:
             if each.stage == i:
                 size = each.bytes_of_busiest(run_dims(graph))
@@ -63,6 +63,11 @@ def stage_list(graph: PipelineGraph) -> list[str]:
         lines += [f"    {fqn} is on other stages too" for fqn in stage.taken("param") if held[fqn] > 1]
     found = sent(graph)
     return [*lines, "  the busiest rank, messages and collectives:", *(f"    {line}" for line in found.lines())]
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`ranks 2-5` of consecutive ones."""
+    return f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
 
 
 def _micro_batch(graph: Program) -> str:

@@ -18,6 +18,11 @@ Pipeline stages that differ are written one by one, with '>' between them; they 
 is said of the whole pipeline, the schedule and where stages begin, stands with the first of them:
 
     tp4+zb_h1+cut(layers.10) > tp2.rows2 > tp2+chunks(8)
+
+Strategies side by side, with '|' between them, are teams: each runs sequences of its own, on the ranks behind those of
+the one before:
+
+    cp4 | cp2 | dp2        tp4 > tp4 | tp2 > tp2 > tp2
 """
 
 from __future__ import annotations
@@ -35,9 +40,17 @@ from fxpar.ir.dist_config import Placement, R, Shard
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.module_rules import ModuleRule, atoms, governing, joined, split_outside
 from fxpar.ir.remat import Remat
-from fxpar.ir.strategy_text import MOST_RANKS, Pipeline, parse_axes, parse_flags, parse_rules, split_rules
+from fxpar.ir.strategy_text import (
+    MOST_RANKS,
+    Pipeline,
+    check_pipeline,
+    check_roles,
+    parse_axes,
+    parse_flags,
+    parse_rules,
+    split_rules,
+)
 
-_FQN = re.compile(r"\w+(?:\.\w+)*", re.ASCII)
 _OVERRIDE = re.compile(r"\s*(R|S\((\d+)\))\s*(?:@\s*tp)?\s*")
 
 
@@ -54,6 +67,7 @@ class Strategy:
     is used for. `rules` are what some modules do otherwise. The loss over the vocabulary runs in `chunks` of tokens.
     `by_stage` are the strategies of pipeline stages that are written one by one, each on the ranks behind those of the
     one before: they then say all of this but `pipeline` and `overrides`, and `axes` is no more than their number.
+    `teams` are strategies side by side, which say all but `overrides`.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -67,6 +81,7 @@ class Strategy:
     rules: tuple[ModuleRule, ...] = ()
     chunks: int = 1
     by_stage: tuple[Strategy, ...] = ()
+    teams: tuple[Strategy, ...] = ()
 
     @classmethod
     def parse(cls, text: str, *, world: int | None = None, overrides: Mapping[str, str] | None = None) -> Strategy:
@@ -76,15 +91,12 @@ class Strategy:
         """
         if not isinstance(text, str):
             raise StrategySyntaxError(repr(text), repr(text), "it is not text")
-        written = [part.strip() for part in split_outside(text, ">")]
-        if len(written) > 1 and not all(written):
-            raise StrategySyntaxError(text, ">", "a pipeline stage stands on each side of it, such as tp4 > tp2.rows2")
-        parts = [_parse_part(text, part) for part in written]
-        strategy = parts[0] if len(parts) == 1 else _of_stages(text, written, parts)
+        sides = _sides(text, text, "|", "a strategy", "cp4|cp2|dp2")
+        teams = tuple(_parse_team(text, side) for side in sides)
+        strategy = teams[0] if len(teams) == 1 else Strategy((), teams=teams)
         strategy = replace(strategy, overrides=tuple((overrides or {}).items()))
         if strategy.world > MOST_RANKS:
             raise StrategySyntaxError(text, text, f"{strategy.world:,} ranks are more than {MOST_RANKS:,}")
-        _check_pipeline(text, strategy)
         for pattern, placement in strategy.overrides:
             parse_override(pattern, placement)
         if world is not None:
@@ -94,14 +106,20 @@ class Strategy:
     def check_world(self, world: int) -> None:
         """Raise WorldSizeError unless the degrees multiply to `world`."""
         if self.world != world:
-            raise WorldSizeError(str(self), self.world, world, [stage.world for stage in self.by_stage])
+            of = "teams" if self.teams else "stages"
+            raise WorldSizeError(str(self), self.world, world, [block.world for block in self.blocks], of)
+
+    @property
+    def blocks(self) -> tuple[Strategy, ...]:
+        """What is written one by one, each on the ranks behind those of the one before: stages, or teams."""
+        return self.by_stage or self.teams
 
     @cached_property
     def mesh(self) -> Mesh:
         """The ranks. Pipeline stages are blocks of consecutive ranks wherever pp stands (Megatron's convention); inside
-        of a stage, and without stages, the last axis is the fastest. Stages that are written one by one are no grid.
+        of a stage, and without stages, the last axis is the fastest. Blocks that are written one by one are no grid.
         """
-        if self.by_stage:
+        if self.blocks:
             return Mesh(((RANKS, self.world),), self.offset)
         steps, step = {}, 1
         for name, degree in sorted(reversed(self.axes), key=lambda axis: axis[0] == STAGES):
@@ -112,20 +130,22 @@ class Strategy:
     @property
     def world(self) -> int:
         """Number of ranks the strategy needs."""
-        if self.by_stage:
-            return sum(stage.world for stage in self.by_stage)
+        if self.blocks:
+            return sum(block.world for block in self.blocks)
         return math.prod(degree for _, degree in self.axes)
 
     def degree(self, axis: str) -> int:
-        """Degree of `axis` or of a sub-axis; 1 if the strategy does not name it. Of stages that differ the highest."""
-        if self.by_stage:
-            return len(self.by_stage) if axis == STAGES else max(stage.degree(axis) for stage in self.by_stage)
+        """Degree of `axis` or of a sub-axis; 1 if the strategy does not name it. Of several blocks the highest."""
+        if self.by_stage and axis == STAGES:
+            return len(self.by_stage)
+        if self.blocks:
+            return max(block.degree(axis) for block in self.blocks)
         return self.mesh.degree(axis)
 
     @property
     def replicas(self) -> int:
-        """Data-parallel replicas, each with micro-batches of its own."""
-        return self.degree(REPLICAS)
+        """Data-parallel replicas, each with micro-batches of its own: those of all teams."""
+        return sum(team.replicas for team in self.teams) if self.teams else self.degree(REPLICAS)
 
     @property
     def pipeline_size(self) -> int:
@@ -134,8 +154,13 @@ class Strategy:
 
     @property
     def stages(self) -> int:
-        """Pipeline stages of the model: those of a rank, times `pipeline_size`."""
-        return self.pipeline_size * self.pipeline.virtual
+        """Pipeline stages of the model: those of a rank, times `pipeline_size`. Of teams the most."""
+        return max(team.stages for team in self.teams) if self.teams else self.pipeline_size * self.pipeline.virtual
+
+    def of_team(self, number: int) -> Strategy:
+        """What a team runs under, on its own ranks."""
+        before = sum(team.world for team in self.teams[:number])
+        return replace(self.teams[number], offset=self.offset + before, overrides=self.overrides)
 
     def of_stage(self, stage: int) -> Strategy:
         """What a pipeline stage runs under. With several stages per rank, s, s + pp ... have the same ranks."""
@@ -199,8 +224,8 @@ class Strategy:
     @property
     def most_zero(self) -> int:
         """The highest ZeRO level of any parameter."""
-        if self.by_stage:
-            return max(stage.most_zero for stage in self.by_stage)
+        if self.blocks:
+            return max(block.most_zero for block in self.blocks)
         return max(self.zero, *(rule.zero or 0 for rule in self.rules)) if self.rules else self.zero
 
     def remat_of(self, fqn: str) -> Remat | None:
@@ -216,8 +241,8 @@ class Strategy:
     @property
     def most_chunks(self) -> int:
         """The most that the strategy or a rule says; 1 where nothing is cut."""
-        if self.by_stage:
-            return max(stage.most_chunks for stage in self.by_stage)
+        if self.blocks:
+            return max(block.most_chunks for block in self.blocks)
         return max(self.chunks, *(rule.chunks or 1 for rule in self.rules)) if self.rules else self.chunks
 
     @property
@@ -238,9 +263,9 @@ class Strategy:
 
     @property
     def token_parts(self) -> int:
-        """In how many parts tokens are cut, where they are cut most; of stages that differ what is all of theirs."""
-        if self.by_stage:
-            return math.lcm(*(stage.token_parts for stage in self.by_stage))
+        """In how many parts tokens are cut, where they are cut most; of several blocks what is all of theirs."""
+        if self.blocks:
+            return math.lcm(*(block.token_parts for block in self.blocks))
         layouts = [None, *(i for i, rule in enumerate(self.rules) if rule.axes)]
         cut = [a for a in self.atoms if any(self.cuts_tokens_in(a, layout) for layout in layouts)]
         return math.prod(map(self.degree, cut))
@@ -248,10 +273,10 @@ class Strategy:
     @property
     def bins(self) -> int:
         """In how many bins of equal length the documents of a micro-batch are packed; none crosses two. The bins of
-        every stage are whole bins.
+        every block are whole bins.
         """
-        if self.by_stage:
-            return math.lcm(*(stage.bins for stage in self.by_stage))
+        if self.blocks:
+            return math.lcm(*(block.bins for block in self.blocks))
         return math.prod(map(self.degree, self.bin_axes))
 
     @property
@@ -263,10 +288,12 @@ class Strategy:
     def placing(self) -> Strategy:
         """The same without what saves memory alone: two strategies that are equal so place every value alike."""
         rules = tuple(replace(rule, zero=None, remat=None, chunks=None) for rule in self.rules if rule.axes)
-        by_stage = tuple(stage.placing() for stage in self.by_stage)
-        return replace(self, zero=0, remat=None, chunks=1, rules=rules, by_stage=by_stage)
+        by_stage, teams = (tuple(block.placing() for block in blocks) for blocks in (self.by_stage, self.teams))
+        return replace(self, zero=0, remat=None, chunks=1, rules=rules, by_stage=by_stage, teams=teams)
 
     def __str__(self) -> str:
+        if self.teams:
+            return " | ".join(map(str, self.teams))
         if self.by_stage:
             first, *others = self.by_stage
             return " > ".join(map(str, [replace(first, pipeline=self.pipeline), *others]))
@@ -302,6 +329,23 @@ def of_degrees(replicas: int = 1, stages: int = 1, tokens: int = 1, weights: int
     return Strategy(axes or SINGLE.axes, sp=weights > 1, zero=zero)
 
 
+def _sides(text: str, part: str, sign: str, what: str, example: str) -> list[str]:
+    """What stands between the signs of a part of the text."""
+    sides = [side.strip() for side in split_outside(part, sign)]
+    if len(sides) > 1 and not all(sides):
+        raise StrategySyntaxError(text, sign, f"{what} stands on each side of it, such as {example}")
+    return sides
+
+
+def _parse_team(text: str, side: str) -> Strategy:
+    """The strategy of all ranks, or one of several between '|'."""
+    written = _sides(text, side, ">", "a pipeline stage", "tp4 > tp2.rows2")
+    parts = [_parse_part(text, part) for part in written]
+    strategy = parts[0] if len(parts) == 1 else _of_stages(text, written, parts)
+    check_pipeline(text, strategy.pipeline, strategy.pipeline_size)
+    return strategy
+
+
 def _parse_part(text: str, part: str) -> Strategy:
     """The strategy of all ranks, or one of several between '>'."""
     outside, inside = split_rules(part)
@@ -311,7 +355,7 @@ def _parse_part(text: str, part: str) -> Strategy:
     strategy = Strategy(axes, **found, rules=() if inside is None else parse_rules(text, inside))
     if strategy.rules:
         strategy.atoms  # noqa: B018  raises where degrees do not fit
-    _check_roles(text, strategy)
+    check_roles(text, found["roles"], axes)
     return strategy
 
 
@@ -332,32 +376,6 @@ def _of_stages(text: str, written: Sequence[str], parts: Sequence[Strategy]) -> 
         raise StrategySyntaxError(text, written[0], "a stage that is written has one place: 1f1b, gpipe or zb_h1")
     stages = (replace(parts[0], pipeline=_UNSTAGED), *parts[1:])
     return Strategy(((STAGES, len(parts)),), pipeline=parts[0].pipeline, by_stage=stages)
-
-
-def _check_roles(text: str, strategy: Strategy) -> None:
-    """Each role is of another axis, which the strategy has, and which a search places on."""
-    axes = [axis for axis, _ in strategy.roles]
-    for axis in axes:
-        if axis not in ROLE_AXES:
-            raise StrategySyntaxError(text, f"{axis}=", f"axes with a role are {', '.join(ROLE_AXES)}")
-        if axis not in dict(strategy.axes):
-            raise StrategySyntaxError(text, f"{axis}=", f"it needs a {axis} axis, such as {axis}2")
-        if axes.count(axis) > 1:
-            raise StrategySyntaxError(text, f"{axis}=", f"axis {axis!r} has two roles")
-
-
-def _check_pipeline(text: str, strategy: Strategy) -> None:
-    """Schedules and cuts need stages, and there is one cut per boundary."""
-    flags = strategy.pipeline.flags()
-    if flags and strategy.pipeline_size == 1:
-        raise StrategySyntaxError(text, flags[0], "it needs a pp axis, such as pp2")
-    cuts = strategy.pipeline.cuts
-    for cut in cuts:
-        if not _FQN.fullmatch(cut):
-            raise StrategySyntaxError(text, flags[-1], f"{cut!r} is not a module; write cut(layers.3|layers.6)")
-    if cuts and len(cuts) != strategy.stages - 1:
-        why = f"{strategy.stages} stages have {strategy.stages - 1} cuts, not {len(cuts)}"
-        raise StrategySyntaxError(text, flags[-1], why)
 
 
 def parse_override(pattern: str, placement: str) -> Placement:

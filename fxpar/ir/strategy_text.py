@@ -22,6 +22,7 @@ _SCHEDULE = re.compile(r"(gpipe|1f1b|zb_h1|interleaved_1f1b)(?:\((\d+)\))?")
 _CHUNKS = re.compile(r"chunks(?:\((.*)\))?", re.DOTALL)
 _CUT = re.compile(r"cut\((.*)\)", re.DOTALL)
 _ROLES = re.compile(r"role\((.*)\)", re.DOTALL)
+_FQN = re.compile(r"\w+(?:\.\w+)*", re.ASCII)
 _ROLE = re.compile(r"(\w+)=(\w+)", re.ASCII)
 
 
@@ -193,3 +194,28 @@ def _parse_schedule(text: str, flag: str, kind: str, count: str | None) -> Pipel
     if virtual < 2:
         raise StrategySyntaxError(text, flag, "interleaved_1f1b needs 2 or more stages per rank; else write 1f1b")
     return Pipeline(kind, virtual)
+
+
+def check_roles(text: str, roles: Sequence[tuple[str, str]], axes: Axes) -> None:
+    """Each role is of another axis, which the strategy has, and which a search places on."""
+    named = [axis for axis, _ in roles]
+    for axis in named:
+        if axis not in ROLE_AXES:
+            raise StrategySyntaxError(text, f"{axis}=", f"axes with a role are {', '.join(ROLE_AXES)}")
+        if axis not in dict(axes):
+            raise StrategySyntaxError(text, f"{axis}=", f"it needs a {axis} axis, such as {axis}2")
+        if named.count(axis) > 1:
+            raise StrategySyntaxError(text, f"{axis}=", f"axis {axis!r} has two roles")
+
+
+def check_pipeline(text: str, pipeline: Pipeline, ranks: int) -> None:
+    """Schedules and cuts need stages, on so many ranks, and there is one cut per boundary."""
+    flags = pipeline.flags()
+    if flags and ranks == 1:
+        raise StrategySyntaxError(text, flags[0], "it needs a pp axis, such as pp2")
+    for cut in pipeline.cuts:
+        if not _FQN.fullmatch(cut):
+            raise StrategySyntaxError(text, flags[-1], f"{cut!r} is not a module; write cut(layers.3|layers.6)")
+    stages = ranks * pipeline.virtual
+    if pipeline.cuts and len(pipeline.cuts) != stages - 1:
+        raise StrategySyntaxError(text, flags[-1], f"{stages} stages have {stages - 1} cuts, not {len(pipeline.cuts)}")

@@ -23,7 +23,7 @@ from fxpar.ir.exec_graph import ExecGraph, Outline, Part, PlainGraph, cut_part
 from fxpar.ir.graph import AnnotatedGraph, ForwardGraph, LogicalGraph
 from fxpar.ir.node_meta import phase_of
 from fxpar.ir.pass_base import GraphPass, ancestors
-from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering.ladder import (
     PLACED,
@@ -35,7 +35,8 @@ from fxpar.lowering.ladder import (
     remaining,
     run_passes,
 )
-from fxpar.lowering.pipeline import cut, fields_of_stages, lower_pipeline, strategy_of_stage
+from fxpar.lowering.pipeline import cut, fields_of_blocks, lower_pipeline, strategy_of_stage
+from fxpar.lowering.teams import lower_teams
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.passes.reduce_gradients import ReduceGradients
 from fxpar.passes.reuse_buffers import SAME_STORAGE
@@ -68,11 +69,11 @@ def lower(
     pass, unless `verified` is False: for what is priced and never run. `passes` stand in for `default_passes`, which
     then takes those options; the first attaches the placements.
 
-    A strategy with pp gives a `PipelineGraph`, any other an `ExecGraph`.
+    A strategy with pp gives a `PipelineGraph`, teams side by side a `TeamsGraph`, any other an `ExecGraph`.
 
     Raises StrategySyntaxError, NotYetError, OverrideError, RematGlobError, RematBudgetError, GivenPassesError,
-    RuleGlobError, RuleConflictError, RuleHeadsError, BinsError, the PassContractError for what is no pass, the errors
-    of `fxpar.stages.cut_stages`; VerifyError for a bug in a pass.
+    RuleGlobError, RuleConflictError, RuleHeadsError, BinsError, TeamsBufferError, the PassContractError for what is no
+    pass, the errors of `fxpar.stages.cut_stages`; VerifyError for a bug in a pass.
     """
     strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
     options: dict[str, Any] = {"storage": storage, "for_store": for_store, "sizes": sizes}
@@ -82,6 +83,10 @@ def lower(
     if passes is not None and given:
         raise GivenPassesError(given)
     ladder = default_passes(**options) if passes is None else checked_ladder(passes)
+    if strategy.teams:
+        return lower_teams(
+            logical, strategy, lambda team: lower(logical, team, passes=ladder, on_pass=on_pass, verified=verified)
+        )
     check_rules(logical, strategy)
     check_bins(logical, strategy)
     if strategy.pipeline_size > 1:
@@ -104,11 +109,15 @@ def graphs_after(
     passes: list[GraphPass] | None = None,
     on_pass: OnPass | None = None,
 ) -> Iterator[AnnotatedGraph]:
-    """The graph behind the pass of `default_passes` that is called `last`, of a pipeline that of each stage in turn.
+    """The graph behind the pass of `default_passes` that is called `last`, of stages and teams that of each in turn.
 
     Arguments and errors are those of `lower`.
     """
     ladder = default_passes(storage, for_store=for_store) if passes is None else passes
+    if strategy.teams:
+        for number in range(len(strategy.teams)):
+            yield from graphs_after(logical, strategy.of_team(number), last, passes=ladder, on_pass=on_pass)
+        return
     check_rules(logical, strategy)
     check_bins(logical, strategy)
     if strategy.pipeline_size == 1:
@@ -125,9 +134,9 @@ def outline(logical: LogicalGraph, strategy: Strategy | str, *, passes: list[Gra
     strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
     graphs = graphs_after(logical, strategy, PLACED, for_store=True, passes=passes)
     parts = tuple(Outline(**common_fields(graph)) for graph in graphs)
-    if strategy.pipeline_size == 1:
+    if len(parts) == 1:
         return parts[0]
-    return Outline(**fields_of_stages(logical, strategy, parts))
+    return Outline(**fields_of_blocks(logical, strategy, parts), stages=parts)
 
 
 def finish(graph: AnnotatedGraph, *, storage: torch.dtype | None = None) -> ExecGraph:
@@ -149,16 +158,19 @@ def lower_forward(
     *,
     whole: bool = False,
     on_pass: OnPass | None = None,
-) -> PlainGraph:
+) -> PlainGraph | TeamsGraph:
     """Annotate and lower a forward for `strategy`, and cut it in forward and backward.
 
     Parameters come in as the body computes with them. Gradients leave in fp32 at least, as partial sums (`lower` with
     `for_store`), or with `whole` as data parallelism has them: whole on every rank, the mean over replicas. Values
-    leave whole on every rank of their replica; tangents come in whole.
+    leave whole on every rank of their replica; tangents come in whole. Teams side by side give a `TeamsGraph` of such
+    graphs.
 
     Raises as `lower` does, and NotYetError for pipeline stages.
     """
     strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
+    if strategy.teams:
+        return lower_teams(logical, strategy, lambda team: lower_forward(logical, team, whole=whole, on_pass=on_pass))
     logical = _with_room_for_padding(logical)
     if strategy.pipeline_size > 1:
         raise NotYetError(f"a forward whose loss is outside, under '{strategy}'", "Name a strategy without pp for it.")

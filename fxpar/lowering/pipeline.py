@@ -44,12 +44,14 @@ def lower_pipeline(
     stages = tuple(_lower_stage(stage, strategy, ladder, on_pass, verified) for stage in staged.stages)
     timings = {**staged.timings, **_sums(stages), "lower_cpu_s": 0.0}
     timings["lower_cpu_s"] = time.process_time() - started - timings.get("annotate_cpu_s", 0.0)
-    whole = fields_of_stages(logical, strategy, stages)
-    return PipelineGraph(**whole, timings=timings, cuts=staged.cuts, flops=staged.flops, terms=_terms(staged))
+    whole = fields_of_blocks(logical, strategy, stages)
+    return PipelineGraph(
+        **whole, stages=stages, timings=timings, cuts=staged.cuts, flops=staged.flops, terms=_terms(staged)
+    )
 
 
-def fields_of_stages(logical: LogicalGraph, strategy: Strategy, stages: Sequence[Program]) -> dict[str, Any]:
-    """The fields of a program that consists of `stages`. Each of these says how its own inputs and outputs lie."""
+def fields_of_blocks(logical: LogicalGraph, strategy: Strategy, blocks: Sequence[Program]) -> dict[str, Any]:
+    """The fields of a program of stages or teams. Each of these says how its own inputs and outputs lie."""
     return {
         "strategy": strategy,
         "inputs": logical.inputs,
@@ -57,12 +59,11 @@ def fields_of_stages(logical: LogicalGraph, strategy: Strategy, stages: Sequence
         "stored_inputs": (),
         "stored_outputs": (),
         "dims": logical.dims,
-        "divisors": {name: math.lcm(*(s.divisors.get(name, 1) for s in stages)) for s in stages for name in s.divisors},
+        "divisors": {name: math.lcm(*(b.divisors.get(name, 1) for b in blocks)) for b in blocks for name in b.divisors},
         "name": logical.name,
         "constants": logical.constants,
         "padding_hazard": padding_hazard(logical),
-        "notes": tuple(dict.fromkeys(note for stage in stages for note in stage.notes)),
-        "stages": tuple(stages),
+        "notes": tuple(dict.fromkeys(note for block in blocks for note in block.notes)),
     }
 
 
@@ -127,4 +128,4 @@ def _terms(staged: StagedGraph) -> dict[str, tuple[int, ...]]:
     return {shared.fqn: shared.terms for shared in staged.shared}
 
 
-__all__ = ["cut", "fields_of_stages", "lower_pipeline", "strategy_of_stage"]
+__all__ = ["cut", "fields_of_blocks", "lower_pipeline", "strategy_of_stage"]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import sympy
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.ir.exec_graph import ExecGraph
-from fxpar.ir.graph import run_dims, run_sizes
-from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
+from fxpar.ir.exec_graph import ExecGraph, Program
+from fxpar.ir.graph import TOKENS, run_dims, run_sizes
+from fxpar.ir.pipeline_graph import PipelineGraph, TeamsGraph
 from fxpar.ir.sent import tokens_of
 from fxpar.ir.strategy import Strategy
+from fxpar.ir.teams import team_budgets
 from fxpar.memory.liveness import ONE_THREAD, body_series
 from fxpar.memory.parts import accumulating_graph
 from fxpar.memory.pipeline import pipeline_over_time
@@ -30,7 +33,7 @@ def steady_micro_batches(strategy: Strategy) -> int:
 
 
 def predict_memory(
-    program: TrainGraph,
+    program: Program,
     sizes: Mapping[str, int] | None = None,
     *,
     micro_batches: int | None = None,
@@ -59,7 +62,7 @@ def predict_memory(
 
 
 def memory_over_time(
-    program: TrainGraph,
+    program: Program,
     sizes: Mapping[str, int] | None = None,
     *,
     micro_batches: int | None = None,
@@ -76,8 +79,12 @@ def memory_over_time(
     if cluster is not None:
         cluster.require(program.strategy.world)
         sums = room_for_sums(home_layout(param_specs(program), program.strategy.world), cluster, staging_bytes)
+    if isinstance(program, TeamsGraph):
+        asked = {"micro_batches": micro_batches, "staging_bytes": staging_bytes, "conditions": conditions}
+        return _teams_over_time(program, whole, sums, **asked)
     if isinstance(program, PipelineGraph):
         return pipeline_over_time(program, whole, dims, micro_batches, staging_bytes, conditions, sums, positions)
+    assert isinstance(program, ExecGraph)
     layout, count = layout_of(program), micro_batches or 1
     masters, optimizer, gradients = home_bytes(program)
     grads = [s for o, s in zip(program.outputs, program.stored_outputs, strict=True) if o.kind == "grad"]
@@ -96,7 +103,23 @@ def memory_over_time(
         sums_bytes=sums,
         tokens=tokens_of(program.inputs, dims),
     )
-    return MemoryOverTime(found, (RankMemory((0, program.strategy.world - 1), found, series),))
+    return MemoryOverTime(found, (RankMemory((program.mesh.ranks[0], program.mesh.last), found, series),))
+
+
+def _teams_over_time(program: TeamsGraph, sizes: Mapping[str, int], sums: int, **asked: Any) -> MemoryOverTime:
+    """All teams, and the prediction for the fullest one. `sizes` are those of the largest team's micro-batches; others
+    have as many tokens per rank. What lies at home is shared out among the ranks of all.
+    """
+    masters, optimizer, gradients = home_bytes(program)
+    home = {"master_bytes": masters, "optimizer_bytes": optimizer, "home_gradient_bytes": gradients, "sums_bytes": sums}
+    budgets = team_budgets(program.strategy, sizes.get(TOKENS, 0))
+    ranks: list[RankMemory] = []
+    for team, tokens in zip(program.teams, budgets, strict=True):
+        mine = {**sizes, TOKENS: tokens} if TOKENS in sizes else sizes
+        found = memory_over_time(team, mine, **asked)
+        ranks += [replace(one, prediction=replace(one.prediction, **home)) for one in found.ranks]
+    fullest = max((one.prediction for one in ranks), key=lambda prediction: prediction.peak_bytes)
+    return MemoryOverTime(replace(fullest, strategy=str(program.strategy)), tuple(ranks))
 
 
 def program_peak(

@@ -6,15 +6,17 @@ import torch
 import torch.distributed as dist
 
 from fxpar.ir.axes import STAGES
+from fxpar.ir.exec_graph import ExecGraph, Program
 from fxpar.ir.graph import run_dims
-from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
+from fxpar.ir.pipeline_graph import PipelineGraph, TeamsGraph, TrainGraph
 from fxpar.runtime.bound import BoundGraph, bind
 from fxpar.runtime.channels import Channels, ProcessGroupChannels
 from fxpar.runtime.pipeline import BoundPipeline
 from fxpar.runtime.runner import Backend
+from fxpar.runtime.teams import BoundTeam
 from fxpar.transport.groups import ProcessGroups
 
-Bound = BoundGraph | BoundPipeline
+Bound = BoundGraph | BoundPipeline | BoundTeam
 
 
 def bind_here(
@@ -29,18 +31,37 @@ def bind_here(
 
     `channels` carry what pipeline stages send; by default torch.distributed's messages.
     """
+    teams = program.teams if isinstance(program, TeamsGraph) else (program,)
+    found = [_bind(team, process_groups, device, compile, channels) for team in teams]
+    mine = next(one for one in found if one is not None)
+    if not isinstance(program, TeamsGraph):
+        return mine
+    return BoundTeam(program, mine, process_groups.of(program.mesh.ranks, "teams"))
+
+
+def _bind(
+    program: Program,
+    process_groups: ProcessGroups,
+    device: torch.device | None,
+    compile: Backend,
+    channels: Channels | None,
+) -> BoundGraph | BoundPipeline | None:
+    """None on a rank that does not run it, which may have to make its process groups all the same."""
     rank = dist.get_rank()
-    if not isinstance(program, PipelineGraph):
-        return bind(program, rank, process_groups.names(program.mesh, program.axes()), compile=compile)
-    names = {stage.index: process_groups.names(stage.mesh, stage.axes()) for stage in program.stages}
+    if isinstance(program, ExecGraph):
+        names = process_groups.names(program.mesh, program.axes())
+        return bind(program, rank, names, compile=compile) if rank in program.mesh else None
+    assert isinstance(program, PipelineGraph)
+    of_stages = {stage.index: process_groups.names(stage.mesh, stage.axes()) for stage in program.stages}
     is_grid = not program.strategy.by_stage
     columns = process_groups.to_make(program.mesh, (STAGES,)) if is_grid else [program.mesh.ranks]
     made = {column: process_groups.of(column) for column in columns}
-    mine = made[program.column_of(rank)]
     if channels is None:
         pairs = [pair for column in columns for pair in _neighbours(column)] if is_grid else _pairs(program)
         channels = ProcessGroupChannels.make(pairs, process_groups, device or torch.device("cpu"))
-    return BoundPipeline(program, rank, names, channels, mine, compile)
+    if rank not in program.mesh:
+        return None
+    return BoundPipeline(program, rank, of_stages, channels, made[program.column_of(rank)], compile)
 
 
 def _pairs(program: PipelineGraph) -> list[tuple[int, int]]:

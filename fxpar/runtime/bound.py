@@ -21,6 +21,7 @@ class BoundGraph(TrainRunner[ExecGraph]):
 
     def __init__(self, program: ExecGraph, rank: int, groups: Mapping[str, str], compile: Backend = "eager") -> None:
         super().__init__(program, rank, groups, compile, dict(enumerate(program.body.results)))
+        self.replicas = range(program.strategy.replicas)
         for name in program.parts:
             self.compiled(name)
 

@@ -18,6 +18,7 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ParallelizeError, muted_warnings, warn
 from fxpar.ir.exec_graph import PlainGraph
 from fxpar.ir.graph import ForwardGraph
+from fxpar.ir.pipeline_graph import TeamsGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower_forward
 from fxpar.precision import Precision, with_precision
@@ -51,8 +52,11 @@ class _Place:
 
 @dataclass
 class _Ready:
-    """A forward that can run: its runner, where its weights are, and the way of its gradients home."""
+    """A forward that can run: its program, which this rank's runner runs or a team's of, where its weights are, and the
+    way of its gradients home.
+    """
 
+    program: PlainGraph | TeamsGraph
     runner: PlainRunner
     weights: dict[str, Tensor]
     place: _Place
@@ -110,8 +114,7 @@ class PlainCalls:
         """
         with without_documents():
             ready = self._get_ready(module, args, kwargs)
-        program = ready.runner.program
-        replica = replica_of(program, ready.runner.rank)
+        replica = replica_of(ready.program, ready.runner.rank)
         if self.strategy not in self._compared:
             check_same_in_replicas(flatten_call(args, kwargs)[0], replica, self.strategy, self.process_groups.world())
             self._compared.add(self.strategy)
@@ -146,7 +149,7 @@ class PlainCalls:
         assert ready.reduction is not None
         store, program = self.switching.store, ready.runner.program
         store.attach_gradients(grads.keys())
-        replicas = program.strategy.replicas
+        replicas = ready.program.strategy.replicas
         mean = {fqn: grad / replicas for fqn, grad in grads.items()} if replicas > 1 else dict(grads)
         for out, stored in zip(program.outputs, program.stored_outputs, strict=True):
             if out.kind == "grad" and out.fqn not in mean:  # the plan of the reduction has them all
@@ -177,10 +180,14 @@ class PlainCalls:
                 warn(note)
             self.noted.add(op)
 
-    def _prepare(self, program: PlainGraph, gradients: bool) -> _Ready:
+    def _prepare(self, program: PlainGraph | TeamsGraph, gradients: bool) -> _Ready:
         store, options = self.switching.store, self.switching.options
-        tokens = self.process_groups.names(program.strategy.mesh, program.axes())
-        runner = PlainRunner(program, store.rank, tokens, compile=self.compile, watched=self.watched)
+        teams = program.teams if isinstance(program, TeamsGraph) else (program,)
+        tokens = [self.process_groups.names(team.mesh, team.axes()) for team in teams]
+        mine = next(number for number, team in enumerate(teams) if store.rank in team.mesh)
+        plain = teams[mine]
+        assert isinstance(plain, PlainGraph)
+        runner = PlainRunner(plain, store.rank, tokens[mine], compile=self.compile, watched=self.watched)
         layout, reduction = layout_of(program, self.strategy), None
         place = self._place(layout, gradients)
         placements = gradient_placements(program)
@@ -192,7 +199,7 @@ class PlainCalls:
             target = store.home_gradients(placements)
             reduction = reduction_on(plan, store.rank, Holding(home, target), **options.shared())
         weights = {fqn: place.tensors[fqn] for fqn in layout.params}
-        return _Ready(runner, weights, place, reduction)
+        return _Ready(program, runner, weights, place, reduction)
 
     def _place(self, layout: ParamLayout, gradients: bool) -> _Place:
         """Where weights of this layout go: where the training graph has them if it lies alike, else other tensors, made
@@ -209,8 +216,10 @@ class PlainCalls:
             if alike and not (place.in_arena and gradients):
                 return place
         tensors = {
-            fqn: torch.zeros(p.copies[0].local_shape(p.shape), dtype=p.dtype, device=store.device)
+            fqn: torch.zeros(copy.local_shape(p.shape), dtype=p.dtype, device=store.device)
             for fqn, p in layout.params.items()
+            for copy in p.copies
+            if store.rank in copy.mesh
         }
         known.append(_Place(layout, tensors, in_arena=False))
         return known[-1]

@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from fxpar.batching import BatchPlan, GroupCost, GroupPlan, LengthGroup, MicroBatch, RunTime, plan_batch
+from fxpar.batching import BatchPlan, GroupPlan, LengthGroup, MicroBatch, RunTime, plan_batch
 from fxpar.batching.borders import Borders, by_strategy
 from fxpar.batching.collate import (
     check_denominator,
@@ -37,6 +37,7 @@ from fxpar.batching.collate import (
 from fxpar.batching.ids import IdLimit, check_ids
 from fxpar.batching.lengths import LengthLimits
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.group_cost import Cost
 from fxpar.errors import FxparError, ModelLengthError, NanLossError, NoGradError, ReplanError
 from fxpar.ir.graph import TensorMeta
 from fxpar.runtime.agree import check_same_batch
@@ -110,7 +111,7 @@ class Engine:
     groups: Sequence[LengthGroup]
     names: Sequence[str]
     bound: Mapping[str, Bound]
-    costs: Sequence[GroupCost]
+    costs: Sequence[Cost]
     switching: Switching
     gradients: Gradients
     cluster: ClusterSpec
@@ -169,7 +170,7 @@ class Engine:
         self.groups, self.costs, self._borders = self._as_planned(found)
         self._ahead.clear()  # those were made of other groups
 
-    def _as_planned(self, found: Replanned) -> tuple[Sequence[LengthGroup], Sequence[GroupCost], Borders]:
+    def _as_planned(self, found: Replanned) -> tuple[Sequence[LengthGroup], Sequence[Cost], Borders]:
         costs = [cost.times(factor) for cost, factor in zip(self._opened_costs, found.factors, strict=True)]
         return self.with_limits(found.limits), costs, replace(self._borders, factor=found.borders, _known={})
 
@@ -334,13 +335,13 @@ class Engine:
     ) -> list[MicroRun]:
         """What this rank's replica runs, with idle ones where it must run as many as the others."""
         program = bound.program
-        replica = replica_of(program, bound.rank)
+        of_team = [group.replicas[i] for i in bound.replicas]
 
         def load(micro: MicroBatch, text: str) -> Mapping[str, Tensor]:
             with self._phase(f"run {program.strategy}, {text}"):
                 return row_of(program, sequences, micro)
 
-        mine, seed = group.replicas[replica], self._seed()
+        mine, seed = of_team[replica_of(program, bound.rank)], self._seed()
         runs = [
             MicroRun(partial(load, micro, f"micro-batch {turn + 1} of {len(mine)}"), scale, seed)
             for turn, micro in enumerate(mine)
@@ -350,7 +351,7 @@ class Engine:
             shortest = min(group.sequences, key=lambda i: sequence_length(sequences[i]))
             micro = MicroBatch((shortest,), sequence_length(sequences[shortest]))
             idle = MicroRun(partial(load, micro, "no micro-batch left"), scale, idle=True)
-            runs += [idle] * (group.slots - len(mine))
+            runs += [idle] * (max(map(len, of_team)) - len(mine))
         return runs
 
     def _seed(self) -> int:

@@ -20,11 +20,13 @@ from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.losses import LossFunction, with_metrics
 from fxpar.lowering import lower
 from fxpar.runtime.binding import bind_here
+from fxpar.runtime.bound import BoundGraph
 from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.engine import Engine
 from fxpar.runtime.micro import MicroRun, is_first_of_replica, replica_of, row_of, sequence_length
 from fxpar.runtime.pipeline import BoundPipeline
 from fxpar.runtime.report import Evaluated, metrics_of
+from fxpar.runtime.teams import BoundTeam
 from fxpar.switch import layout_of
 
 _ALWAYS = "Let it return the same metrics for every batch"
@@ -43,7 +45,7 @@ class Evaluation:
     keys: Sequence[str]
     averaged: Averaged | None = None
     _logical: LogicalGraph | None = None
-    _bound: dict[str, BoundPipeline] = field(default_factory=dict)
+    _bound: dict[str, BoundPipeline | BoundTeam] = field(default_factory=dict)
 
     def run(
         self,
@@ -65,7 +67,7 @@ class Evaluation:
         try:
             for group in plan.groups:
                 name = engine.names[group.group]
-                if isinstance(engine.bound[name], BoundPipeline):
+                if self.calls.strategies[name].stages > 1:
                     sums = self._through_stages(module, name, sequences, group)
                 else:
                     with self.calls.using(name), torch.no_grad():
@@ -89,7 +91,7 @@ class Evaluation:
         would not add up to whole counts.
         """
         program, rank = self.engine.bound[name].program, self.engine.bound[name].rank
-        mine = group.replicas[replica_of(program, rank)]
+        mine = group.replicas[self.engine.bound[name].replicas[replica_of(program, rank)]]
         found = dict.fromkeys(self._names(), 0.0)
         counts = is_first_of_replica(program, rank)
         for turn in range(group.slots):
@@ -131,9 +133,10 @@ class Evaluation:
         if name not in self._bound:
             self._bound[name] = self._bind(module, name)
         bound, engine = self._bound[name], self.engine
-        program = bound.program
-        micro_batches = list(group.replicas[replica_of(program, bound.rank)])
-        idle = group.slots - len(micro_batches) if program.strategy.most_zero == 3 else 0
+        program, of_team = bound.program, [group.replicas[i] for i in bound.replicas]
+        micro_batches = list(of_team[replica_of(program, bound.rank)])
+        staged, zero = isinstance(program, PipelineGraph), program.strategy.most_zero
+        idle = max(map(len, of_team)) - len(micro_batches) if zero == 3 or (zero and not staged) else 0
         runs = [MicroRun(partial(row_of, program, sequences, micro), 1.0) for micro in micro_batches]
         spare = partial(row_of, program, sequences, _shortest(sequences, group))
         runs += [MicroRun(spare, 0.0, idle=True)] * idle
@@ -142,19 +145,18 @@ class Evaluation:
         sums = bound.run_forward(runs)
         return {each: float(value) if bound.rank == 0 else 0.0 for each, value in sums.items()}
 
-    def _bind(self, module: nn.Module, name: str) -> BoundPipeline:
+    def _bind(self, module: nn.Module, name: str) -> BoundPipeline | BoundTeam:
         """The model in evaluation mode, with the weights where training has them."""
-        trained = self.engine.bound[name].program
+        strategy = self.calls.strategies[name]
         with muted_warnings():  # all of them have come from training
             self._logical = self._logical or self.capture(module)
-            program = lower(self._logical, trained.strategy, for_store=True)
-        assert isinstance(program, PipelineGraph)
-        here, there = layout_of(program).params, layout_of(trained).params
+            program = lower(self._logical, strategy, for_store=True)
+        here, there = layout_of(program).params, self.engine.switching.schedule.layouts[name].params
         if here != there:
             other = next((fqn for fqn in (*there, *here) if here.get(fqn) != there.get(fqn)), "")
-            raise EvaluateStagesError(str(trained.strategy), other)
+            raise EvaluateStagesError(str(strategy), other)
         bound = bind_here(program, self.calls.process_groups, device=self.engine.device, compile=self.calls.compile)
-        assert isinstance(bound, BoundPipeline)
+        assert not isinstance(bound, BoundGraph)
         return bound
 
 

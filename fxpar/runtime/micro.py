@@ -14,6 +14,7 @@ from fxpar.batching.collate import ALIASES, Tokens, collate
 from fxpar.ir.axes import REPLICAS
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import TOKEN_NUMBERS, Input
+from fxpar.ir.pipeline_graph import TeamsGraph
 from fxpar.ops.dropout import token_numbers
 from fxpar.runtime.padding import pad
 
@@ -78,7 +79,10 @@ def as_one_sequence(inputs: Sequence[Input], batch: Mapping[str, Tensor], index:
 
 
 def replica_of(program: Program, rank: int) -> int:
-    """The data-parallel replica of a rank."""
+    """The data-parallel replica of a rank, as those of all teams are counted."""
+    if isinstance(program, TeamsGraph):
+        team = program.team_of(rank)
+        return program.replicas_of(team)[replica_of(program.teams[team], rank)]
     return next(placed.mesh.index(rank, REPLICAS) for placed in program.placed if rank in placed.mesh)
 
 

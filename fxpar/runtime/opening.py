@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from fxpar.batching import GroupCost, LengthGroup
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.group import group_cost
+from fxpar.cost.group import program_cost
+from fxpar.cost.group_cost import Cost, TeamsCost
 from fxpar.errors import CostContractError, ParallelizeError, nearest
 from fxpar.ir.collector import collector_paused
 from fxpar.ir.graph import LogicalGraph
-from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.monitor import Monitor, looks_like_peer_loss
 from fxpar.passes.pack_documents import pack_documents
@@ -321,21 +322,26 @@ def _new_monitor(options: ParallelizeOptions) -> Monitor:
     return Monitor.of_world(timeout_s=options.timeout_s or 60.0)
 
 
-def _costs(programs: Sequence[TrainGraph], cluster: ClusterSpec, options: ParallelizeOptions) -> list[GroupCost]:
+def _costs(programs: Sequence[TrainGraph], cluster: ClusterSpec, options: ParallelizeOptions) -> list[Cost]:
     """What a micro-batch costs under each program: the same on all ranks.
 
     Raises CostContractError for a `cost` that returns something else.
     """
     if options.cost is not None:
         return _given_costs(programs, cluster, options.cost)
-    return [group_cost(program, cluster) for program in programs]
+    return [program_cost(program, cluster) for program in programs]
 
 
-def _given_costs(programs: Sequence[TrainGraph], cluster: ClusterSpec, cost: CostModel) -> list[GroupCost]:
-    """What the user's cost model says on rank 0: it may measure, and ranks with other costs would make other plans."""
-    found: list[Any] = [cost(program, cluster) for program in programs]
-    for program, one in zip(programs, found, strict=True):
-        if not isinstance(one, GroupCost):
-            raise CostContractError(str(program.strategy), one)
+def _given_costs(programs: Sequence[TrainGraph], cluster: ClusterSpec, cost: CostModel) -> list[Cost]:
+    """What the user's cost model says on rank 0, of teams one by one: it may measure, and ranks with other costs would
+    make other plans.
+    """
+    each = [program.teams if isinstance(program, TeamsGraph) else (program,) for program in programs]
+    found: list[Any] = [[cost(team, cluster) for team in teams] for teams in each]
+    for teams, costs in zip(each, found, strict=True):
+        for team, one in zip(teams, costs, strict=True):
+            if not isinstance(one, GroupCost):
+                raise CostContractError(str(team.strategy), one)
     dist.broadcast_object_list(found, src=0)
-    return found
+    pairs = zip(programs, found, strict=True)
+    return [TeamsCost(tuple(one)) if isinstance(program, TeamsGraph) else one[0] for program, one in pairs]

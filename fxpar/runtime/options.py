@@ -34,6 +34,7 @@ from fxpar.errors import (
 )
 from fxpar.ir.collector import collector_paused
 from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import LogicalGraph, Packing
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import TrainGraph
@@ -59,7 +60,7 @@ from fxpar.transport.executions import EXECUTIONS
 
 Ladder = Callable[[list[GraphPass]], list[GraphPass]]
 """From the passes of the lowering to those that run instead: `lambda ladder: [*ladder, Mine()]`."""
-CostModel = Callable[[TrainGraph, ClusterSpec], GroupCost]
+CostModel = Callable[[Program, ClusterSpec], GroupCost]
 """What a micro-batch of a program takes on a cluster."""
 
 

@@ -110,7 +110,7 @@ class BoundPipeline:
         column: Any,
         compile: Backend = "eager",
     ) -> None:
-        self.program, self.rank = program, rank
+        self.program, self.rank, self.replicas = program, rank, range(program.strategy.replicas)
         self._channels, self._column = channels, column
         self._column_ranks, self._replica = program.column_of(rank), replica_of(program, rank)
         self.stages = {

@@ -14,7 +14,7 @@ from fxpar.batching.borders import overlap_pays
 from fxpar.batching.lengths import LengthLimits
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import OrderError, nearest
-from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 from fxpar.memory import Conditions, predict_memory, steady_micro_batches
 from fxpar.passes.share_weights import share_weights
 from fxpar.runtime.options import ParallelizeOptions
@@ -128,15 +128,16 @@ def activation_bytes(
     """What the hungriest group holds above its accumulators, on the fullest rank: its largest micro-batch, or as many
     as a pipeline has under way.
     """
-    threads = torch.get_num_threads()
-    most = [group.token_budget if packed else min(group.limit, lengths.most or group.limit) for group in groups]
-    found = (
-        predict_memory(
-            program,
-            {dim.name: tokens for dim in program.dims if dim.name == "T"},
-            micro_batches=steady_micro_batches(program.strategy),
-            conditions=Conditions(threads, min(group.limit, tokens)),
-        )
-        for program, group, tokens in zip(programs, groups, most, strict=True)
-    )
-    return max(max(0, one.step_bytes - one.gradient_bytes) for one in found)
+    threads, found = torch.get_num_threads(), []
+    for program, whole in zip(programs, groups, strict=True):
+        teams = program.teams if isinstance(program, TeamsGraph) else (program,)
+        for team, group in zip(teams, whole.teams, strict=True):
+            tokens = group.token_budget if packed else min(group.limit, lengths.most or group.limit)
+            one = predict_memory(
+                team,
+                {dim.name: tokens for dim in team.dims if dim.name == "T"},
+                micro_batches=steady_micro_batches(team.strategy),
+                conditions=Conditions(threads, min(group.limit, tokens)),
+            )
+            found.append(max(0, one.step_bytes - one.gradient_bytes))
+    return max(found)

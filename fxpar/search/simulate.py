@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import PlanOptionError, SequenceFitsNowhereError, SetDoesNotFitError
+from fxpar.errors import OneTeamError, PlanOptionError, SequenceFitsNowhereError, SetDoesNotFitError
 from fxpar.ir.module_rules import split_outside
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.written import LONGEST
@@ -28,13 +28,16 @@ class Named:
 
     @classmethod
     def parse(cls, text: str) -> Named:
-        """`dp4` or `dp4:4096`. Raises StrategySyntaxError, PlanOptionError."""
+        """`dp4` or `dp4:4096`. Raises StrategySyntaxError, PlanOptionError, OneTeamError."""
         name = split_outside(text, ":")[0]
         colon, limit = text[len(name) : len(name) + 1], text[len(name) + 1 :]
         if colon and not (limit.isascii() and limit.isdigit() and len(limit) < 20 and 1 <= int(limit) <= LONGEST):
             why = f"write a number of tokens from 1 to {LONGEST:,} behind the colon, such as {name}:4096"
             raise PlanOptionError("--set", text, why)
-        return cls(Strategy.parse(name), int(limit) if colon else None)
+        strategy = Strategy.parse(name)
+        if strategy.teams:
+            raise OneTeamError("fxpar simulate", name, list(map(str, strategy.teams)))
+        return cls(strategy, int(limit) if colon else None)
 
 
 @dataclass(frozen=True)

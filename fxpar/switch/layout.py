@@ -103,4 +103,4 @@ def layout_of(program: Program, name: str | None = None) -> ParamLayout:
         fqn: PlacedParam(tuple(int(s) for s in metas[fqn].shape), metas[fqn].dtype, tuple(copies[fqn]))
         for fqn in side_by_side(program, lambda part: [info.fqn for info in part.inputs if info.kind == "param"])
     }
-    return ParamLayout(name or str(program.strategy), program.strategy.world, params)
+    return ParamLayout(name or str(program.strategy), program.mesh.last + 1, params)

@@ -1,0 +1,30 @@
+"""`lower_teams`: one logical graph, lowered for each of several strategies that run side by side."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from fxpar.errors import TeamsBufferError
+from fxpar.ir.exec_graph import Program
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.pipeline_graph import TeamsGraph
+from fxpar.ir.strategy import Strategy
+from fxpar.lowering.pipeline import fields_of_blocks
+
+
+def lower_teams(logical: LogicalGraph, strategy: Strategy, lower: Callable[[Strategy], Program]) -> TeamsGraph:
+    """The program of each team, by `lower`, on its own ranks. Nothing goes from team to team in a micro-batch: their
+    gradients are terms of a sum, which the way home adds up.
+
+    Raises TeamsBufferError for a step that writes buffers, and the errors of `lower`.
+    """
+    written = [out.fqn for out in logical.outputs if out.kind == "buffer"]
+    if written:
+        raise TeamsBufferError(str(strategy), written)
+    teams = tuple(lower(strategy.of_team(number)) for number in range(len(strategy.teams)))
+    timings: Counter[str] = Counter()
+    for team in teams:
+        timings.update(team.timings)
+    whole = fields_of_blocks(logical, strategy, teams)
+    return TeamsGraph(**whole, timings={**timings, **logical.timings}, teams=teams)

@@ -1,0 +1,64 @@
+"""`BoundTeam`: this rank's one of several strategies side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxpar.ir.pipeline_graph import TeamsGraph
+from fxpar.runtime.arrivals import Arrivals
+from fxpar.runtime.bound import BoundGraph
+from fxpar.runtime.micro import MicroRun
+from fxpar.runtime.pipeline import BoundPipeline
+from fxpar.runtime.runner import Made, unheard
+from fxpar.runtime.spans import NO_SPANS, Spans
+
+
+class BoundTeam:
+    """The program of a rank's team, called like any other. `replicas` are those of the team as all teams' are counted;
+    loss and metrics are sums over all teams, which `ranks`, the process group of all of their ranks, adds up.
+    """
+
+    pace = None  # teams get on in paces of their own: weights come before a group, gradients leave behind it
+
+    def __init__(self, teams: TeamsGraph, bound: BoundGraph | BoundPipeline, ranks: Any) -> None:
+        number = teams.team_of(bound.rank)
+        self.program, self.rank, self.replicas = bound.program, bound.rank, teams.replicas_of(number)
+        self._bound, self._ranks = bound, ranks
+        self._tells = bound.rank == teams.teams[number].mesh.ranks[0]
+
+    def prepare(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], arrivals: Arrivals | None = None
+    ) -> None:
+        """See `TrainRunner.prepare`."""
+        self._bound.prepare(params, buffers, arrivals)
+
+    def run_all(self, micro_batches: Sequence[MicroRun], spans: Spans = NO_SPANS, made: Made = unheard) -> None:
+        """See `BoundGraph.run_all`. Gradients are handed on when the group ends, when all teams have theirs."""
+        self._bound.run_all(micro_batches, spans)
+
+    def finish(self) -> dict[str, Any]:
+        """End a group: reduce within the team, and add up what all teams found. Results as of `BoundGraph.finish`."""
+        found = self._bound.finish()
+        total = self._total({"": found["loss"], **found["metrics"]})
+        return {**found, "loss": total.pop(""), "metrics": total}
+
+    def run_forward(self, micro_batches: Sequence[MicroRun]) -> dict[str, Tensor]:
+        """As `BoundPipeline.run_forward`. A team without stages runs its backward, too, whose gradients nobody takes:
+        its graph is one.
+        """
+        if isinstance(self._bound, BoundPipeline):
+            return self._total(self._bound.run_forward(micro_batches))
+        self._bound.run_all(micro_batches)
+        found = self._bound.finish()
+        return self._total({"loss": found["loss"], **found["metrics"]})
+
+    def _total(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The sums over teams of what each has found; all ranks of a team have found the same."""
+        sums = torch.stack([value.double() * self._tells for value in mine.values()])
+        dist.all_reduce(sums, group=self._ranks)
+        return {name: one.to(value.dtype) for (name, value), one in zip(mine.items(), sums, strict=True)}
