@@ -144,7 +144,9 @@ def side_by_side(program: Program, names: Callable[[Any], Sequence[str]], last_f
 
 
 def position_of(program: Program, rank: int) -> int:
-    """The place of a rank in the pipeline; 0 without stages."""
+    """The place of a rank in the pipeline (of its team); 0 without stages."""
+    if isinstance(program, TeamsGraph):
+        return position_of(program.teams[program.team_of(rank)], rank)
     return next(place for place, placed in enumerate(program.placed) if rank in placed.mesh)
 
 
@@ -176,6 +178,11 @@ class TeamsGraph(Program):
     def team_of(self, rank: int) -> int:
         """The number of the team that a rank is in."""
         return next(i for i, team in enumerate(self.teams) if rank in team.mesh)
+
+    def places_of(self, team: int) -> range:
+        """The parts of a team among `placed`."""
+        before = sum(len(one.placed) for one in self.teams[:team])
+        return range(before, before + len(self.teams[team].placed))
 
     def replicas_of(self, team: int) -> range:
         """The data-parallel replicas of a team, as those of all teams are counted."""

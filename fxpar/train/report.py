@@ -19,9 +19,8 @@ import torch
 from fxpar import __version__
 from fxpar.batching.borders import schedule_of
 from fxpar.errors import FxparError, OutputError
-from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 from fxpar.runtime.engine import Engine
-from fxpar.runtime.micro import replica_of
 from fxpar.runtime.session import Session
 from fxpar.runtime.spans import GroupRun
 from fxpar.train.metrics import METRICS
@@ -67,8 +66,11 @@ def collect(session: TrainSession) -> ReportParts | None:
     fxpar: Session = session.model.fxpar_session
     insides = {name: Inside(program, fxpar.engine.cluster) for name, program in fxpar.programs.items()}
     last = steps[0][0].groups
+    alone = {name: program for name, program in fxpar.programs.items() if not isinstance(program, TeamsGraph)}
+    side_by_side = [name for name in fxpar.programs if name not in alone]
     return ReportParts(
-        views=tuple(_view(fxpar, name, program, last) for name, program in fxpar.programs.items()),
+        views=tuple(_view(fxpar, name, program, last) for name, program in alone.items()),
+        notes=[f"{' and '.join(side_by_side)}: in the run and timeline tabs alone"] if side_by_side else [],
         insides=insides,
         steps=tuple(_shown(fxpar.engine, insides, ranks, i) for i, ranks in enumerate(steps)),
         environment=_environment(session, fxpar),
@@ -105,8 +107,7 @@ def _shown(engine: Engine, insides: Mapping[str, Inside], ranks: Sequence[StepSp
     programs = [insides[one.group.strategy].program for one in planned]
     order = schedule_of(visited, engine.switching.resident, engine.options.overlap)
     predicted = predict_step(planned, len(ranks), optimizer_ms(programs[0], engine.cluster), order, engine.flowing())
-    replicas = [[replica_of(program, rank) for program in programs] for rank in range(len(ranks))]
-    measured = measured_step(predicted.groups, [one.spans for one in ranks], replicas)
+    measured = measured_step(predicted.groups, [one.spans for one in ranks], programs)
     return ShownStep(f"Step {ranks[0].step}, the {('last', 'slowest')[position]} one", predicted, measured)
 
 

@@ -15,7 +15,7 @@ from fxpar.cost.calls import COMPUTE, NodeCost, handed_on_s, node_costs
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.polynomial import Polynomial
 from fxpar.ir.exec_graph import Part, Program
-from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram, TrainGraph
+from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram, TeamsGraph
 from fxpar.runtime.pipeline import plan_pipeline
 from fxpar.schedule import Action, Costs, Schedule, Timeline, Transfer, simulate
 
@@ -95,9 +95,9 @@ class PartCost:
 
 @dataclass(frozen=True)
 class Inside:
-    """Costs of a program's parts, by stage (0 without pp) and name."""
+    """Costs of a program's parts, by stage (0 without pp) and name; of teams by their places among `placed`."""
 
-    program: TrainGraph
+    program: Program
     cluster: ClusterSpec
     sends: dict[tuple[int, str], Term] = field(default_factory=dict)
 
@@ -105,13 +105,24 @@ class Inside:
     def nodes(self) -> dict[tuple[int, str], list[NodeCost]]:
         """The calls of each part of all stages, in program order: what all else here is made of."""
         found: dict[tuple[int, str], list[NodeCost]] = {}
-        for program in self.program.placed:
-            index = program.index if isinstance(program, StageProgram) else 0
+        if isinstance(self.program, TeamsGraph):
+            for number, team in enumerate(self.teams):
+                first = self.program.places_of(number).start
+                found |= {(first + stage, name): nodes for (stage, name), nodes in team.nodes.items()}
+            return found
+        for index, program in enumerate(self.program.placed):
             parts = self._parts(program)
             found |= {(index, name): [] for name in parts}
             for cost in node_costs(program, self.cluster, parts=parts):
                 found[index, cost.part].append(cost)
         return found
+
+    @cached_property
+    def teams(self) -> tuple[Inside, ...]:
+        """Of each of several teams side by side; else this one."""
+        if not isinstance(self.program, TeamsGraph):
+            return (self,)
+        return tuple(Inside(team, self.cluster) for team in self.program.teams)
 
     @cached_property
     def parts(self) -> dict[tuple[int, str], PartCost]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from fxpar.ir.pipeline_graph import PipelineGraph, position_of
+from fxpar.ir.exec_graph import Program
+from fxpar.ir.pipeline_graph import PipelineGraph, TeamsGraph, position_of
 from fxpar.runtime.micro import replica_of
 from fxpar.runtime.pipeline import plan_pipeline
 from fxpar.runtime.spans import RunSpan
@@ -238,14 +239,31 @@ def _lanes(planned: Sequence[Planned], world: int) -> tuple[tuple[Lane, ...], li
     return lanes, [places[lane.ranks[0]] for lane in lanes]
 
 
+def _stage(span: RunSpan, programs: Sequence[Program], rank: int) -> int:
+    """The stage of a measured span as `Inside` counts them."""
+    program = programs[span.group] if span.group >= 0 and span.micro_batch >= 0 else None
+    if not isinstance(program, TeamsGraph):
+        return span.stage
+    return program.places_of(program.team_of(rank)).start + max(span.stage, 0)
+
+
 def _place(one: Planned, rank: int) -> _Place:
     program = one.inside.program
     return replica_of(program, rank), position_of(program, rank)
 
 
 def _run(one: Planned, replica: int, position: int) -> _Run:
-    """What a rank does between the switch and the reduction of a group, from 0."""
-    program, replicas = one.inside.program, one.group.micro_batches
+    """What a rank does between the switch and the reduction of a group, from 0. `replica` and `position` count as in
+    `_place`; stages are those of `Inside`.
+    """
+    whole = one.inside.program
+    if isinstance(whole, TeamsGraph):
+        number = next(n for n in range(len(whole.teams)) if replica in whole.replicas_of(n))
+        replicas, first = whole.replicas_of(number), whole.places_of(number).start
+        group = replace(one.group, micro_batches=one.group.micro_batches[replicas.start : replicas.stop])
+        team = Planned(group, one.inside.teams[number])
+        return [(*span[:4], first + max(span[4], 0)) for span in _run(team, replica - replicas.start, position)]
+    program, replicas = whole, one.group.micro_batches
     lockstep = program.strategy.most_zero >= 2
     if isinstance(program, PipelineGraph):
         slots = max(map(len, replicas)) if lockstep else len(replicas[replica])
@@ -296,16 +314,19 @@ def _rounded_all(times: dict[str, float]) -> dict[str, float]:
 
 
 def measured_step(
-    groups: Sequence[StepGroup], ranks: Sequence[Sequence[RunSpan]], replicas: Sequence[Sequence[int]]
+    groups: Sequence[StepGroup], ranks: Sequence[Sequence[RunSpan]], programs: Sequence[Program]
 ) -> StepTimeline:
-    """One lane per rank, of the first 32. `ranks[r]` are the spans of rank r from the begin of its step, `replicas[r]`
-    its data-parallel replica in each group.
+    """One lane per rank, of the first 32. `ranks[r]` are the spans of rank r from the begin of its step, `programs[g]`
+    is what runs group g.
 
     Ranks begin a step together up to the small all-reduce before it, so their clocks are not compared.
     """
-    lanes = tuple(Lane((rank,), tuple(replicas[rank])) for rank in range(min(len(ranks), MOST_RANKS)))
+    shown = range(min(len(ranks), MOST_RANKS))
+    lanes = tuple(Lane((rank,), tuple(replica_of(program, rank) for program in programs)) for rank in shown)
     spans = [
-        StepSpan(lane, span.kind, span.group, span.start_ms, span.end_ms, span.micro_batch, span.stage)
+        StepSpan(
+            lane, span.kind, span.group, span.start_ms, span.end_ms, span.micro_batch, _stage(span, programs, lane)
+        )
         for lane in range(len(lanes))
         for span in sorted(ranks[lane], key=lambda span: span.start_ms)
     ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.ir.exec_graph import Program
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.memory.state import home_bytes
 from fxpar.store import SwitchSchedule, home_layout, param_specs, wire_layout
@@ -120,7 +121,7 @@ def equal_runs(views: Sequence[Viewed]) -> list[int]:
     return [max(view.runs, min(runs, MOST_RUNS)) for view, runs in zip(views, wanted, strict=True)]
 
 
-def optimizer_ms(program: TrainGraph, cluster: ClusterSpec) -> float:
+def optimizer_ms(program: Program, cluster: ClusterSpec) -> float:
     """AdamW on the fullest rank: masters and moments are read and written, gradients are read."""
     masters, moments, gradients = home_bytes(program)
     return (2 * masters + 2 * moments + gradients) / (cluster.sustained.memory_gb_per_s * 1e6)

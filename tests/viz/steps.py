@@ -9,7 +9,6 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.device import Device
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.lowering import lower
-from fxpar.runtime.micro import replica_of
 from fxpar.runtime.spans import RunSpan
 from fxpar.schedule.mini_batch import MiniBatchSchedule
 from fxpar.viz.inside import Inside
@@ -72,8 +71,7 @@ def shown_step(step: int = 7) -> ShownStep:
         ]
         for rank in range(4)
     ]
-    replicas = [[replica_of(one, rank) for one in programs] for rank in range(4)]
-    return ShownStep(f"Step {step}, the last one", timeline, measured_step(timeline.groups, ranks, replicas))
+    return ShownStep(f"Step {step}, the last one", timeline, measured_step(timeline.groups, ranks, programs))
 
 
 def metrics(steps: int = 5) -> list[dict[str, Any]]:
