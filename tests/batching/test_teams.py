@@ -1,0 +1,124 @@
+"""Sequences that are shared out among strategies side by side: each once, where it fits, and not later than may be."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from fxpar.batching import GroupCost, length_groups, plan_batch
+from fxpar.batching.packing import TICKS_PER_S
+from fxpar.batching.teams import TeamsLoad, team_rules
+from fxpar.cost.group_cost import TeamsCost
+from fxpar.errors import TokenBudgetError
+from fxpar.ir.strategy import Strategy
+from tests.batching.planning import SQUARE, no_switches, seconds
+
+FORMATIONS = ("cp4 | cp2 | dp2", "cp2 | dp1 | dp1", "tp2 > tp2 | dp4", "dp2+zero3 | cp2", "rows2 | dp2", "cp2 | cp2")
+LIMIT = 64
+
+
+def costs_of(formation: str, shared_by: float = 1.0) -> TeamsCost:
+    """Of each team: the more ranks a replica has, the faster it is, and the more it pays per micro-batch."""
+    (group,) = length_groups({LIMIT: formation}, world=world_of(formation))
+    found = []
+    for team in group.teams:
+        ranks = team.strategy.world // team.strategy.replicas
+        stages = team.strategy.pipeline_size
+        each = 1 / (ranks // stages) / stages
+        found.append(GroupCost(1e-4 * ranks, 1e-6 * each, 1e-8 * each, stages=stages, shared_by=shared_by))
+    return TeamsCost(tuple(found))
+
+
+def world_of(formation: str) -> int:
+    return Strategy.parse(formation).world
+
+
+@given(st.lists(st.integers(1, LIMIT), min_size=1, max_size=40), st.sampled_from(FORMATIONS), st.booleans())
+@example([64, 1], "cp4 | cp2 | dp2", True)
+def test_each_sequence_runs_once_where_it_fits(lengths, formation, packed):
+    (group,) = groups = length_groups({LIMIT: formation}, world=world_of(formation))
+    cost = costs_of(formation)
+    plan = plan_batch(lengths, groups, [cost], no_switches, packed=packed)
+    (part,) = plan.groups
+    assert sorted(part.sequences) == list(range(len(lengths)))
+    assert len(part.replicas) == sum(team.replicas for team in group.teams)
+    left = iter(part.replicas)
+    for team in group.teams:
+        for micro in itertools.chain(*itertools.islice(left, team.replicas)):
+            assert all(lengths[i] <= team.limit for i in micro.sequences)
+            assert micro.tokens == sum(lengths[i] for i in micro.sequences) <= team.token_budget
+    assert part.lower_bound_s <= part.predicted_s * (1 + 1e-9)
+
+
+def test_the_time_is_that_of_the_slowest_team():
+    lengths, formation = [60, 50, 20, 10, 9, 8, 7, 3, 3, 2], "cp2 | dp2"
+    (group,) = groups = length_groups({LIMIT: formation}, world=4)
+    cost = costs_of(formation)
+    (part,) = plan_batch(lengths, groups, [cost], no_switches).groups
+    first, second = group.teams
+    times = []
+    for team, mine, one in zip(group.teams, (part.replicas[:1], part.replicas[1:]), cost.teams, strict=True):
+        alone = type(part)(0, mine, 0.0)
+        times.append(seconds(alone, one, lengths) if any(mine) else 0.0)
+        assert len(mine) == team.replicas
+    assert part.predicted_s == pytest.approx(max(times))
+    assert (first.token_budget, second.token_budget) == (64, 32)  # as many tokens per rank
+
+
+@given(
+    st.lists(st.integers(1, LIMIT), min_size=1, max_size=5),
+    st.sampled_from(("cp2 | dp1 | dp1", "cp2 | dp2", "tp2 > tp2 | dp4")),
+    st.sampled_from((1.0, 2.0)),
+)
+def test_no_sharing_undercuts_the_bound(lengths, formation, shared_by):
+    (group,) = length_groups({LIMIT: formation}, world=world_of(formation))
+    rules = team_rules(group, costs_of(formation, shared_by), True)
+    members = list(enumerate(lengths))
+    found = TeamsLoad.of(members, rules)
+    times = []
+    for who in itertools.product(range(len(rules)), repeat=len(members)):
+        if all(rules[t].limit >= length for (_, length), t in zip(members, who, strict=True)):
+            mine = [[m for m, t in zip(members, who, strict=True) if t == team] for team in range(len(rules))]
+            times.append(TeamsLoad._of(tuple(map(tuple, mine)), rules).time)
+    best = min(times)
+    assert found.bound <= best <= found.time
+    assert found.time <= 1.5 * best + 1e-3 * TICKS_PER_S  # longest first is near it, moves bring it nearer
+
+
+def test_a_long_sequence_leaves_the_others_to_the_small_teams():
+    """What FlexSP is for: short sequences do not pay for the degree that a long one needs."""
+    formation = "cp4 | dp4"
+    groups = length_groups({4096: formation}, world=8, token_budget=4096)
+    wide = GroupCost(1e-3, 1e-5, 1e-9)  # whose attention sends a lot
+    narrow = GroupCost(1e-3, 4e-6, 4e-9)
+    lengths = [4096, *[256] * 32]
+    (part,) = plan_batch(lengths, groups, [TeamsCost((wide, narrow))], no_switches).groups
+    assert next(micro.sequences for micro in part.replicas[0]) == (0,)
+    assert sum(len(micro.sequences) for replica in part.replicas[1:] for micro in replica) >= 28
+
+
+def test_budgets_are_those_of_the_largest_team():
+    (group,) = length_groups({100: "cp4 | cp2 | dp1"}, world=7, token_budget=200)
+    assert [(team.limit, team.token_budget) for team in group.teams] == [(100, 200), (100, 100), (50, 50)]
+    assert [group.takes(100), group.takes(101)] == [True, False]
+    with pytest.raises(TokenBudgetError):
+        length_groups({100: "cp4 | cp2 | dp1"}, world=7, token_budget=99)
+
+
+def test_a_group_beside_teams_is_chosen_by_time():
+    """Formations are groups like others: sequences ride in them, and they are merged into others."""
+    groups = length_groups({32: "dp4", LIMIT: "cp2 | dp2"}, world=4)
+    dear = GroupCost(1.0, 1e-6, 0.0)
+    plan = plan_batch([8, 9, 60], groups, [dear, costs_of("cp2 | dp2")], no_switches)
+    assert plan.order == (1,)
+    assert plan.merged == ((0, 1),)
+
+
+def test_rules_take_ranks_and_costs_of_their_team():
+    (group,) = length_groups({LIMIT: "cp2 | dp2"}, world=4)
+    rules = team_rules(group, TeamsCost((SQUARE, SQUARE.times(2))), True)
+    assert [(rule.limit, rule.ranks, rule.packing.replicas) for rule in rules] == [(64, 2, 1), (32, 2, 2)]
+    assert rules[1].adds(10) == 2 * rules[0].adds(10)

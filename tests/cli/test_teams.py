@@ -1,0 +1,60 @@
+"""Commands on strategies side by side: what prints each team, and what looks at one at a time and says so."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli.helpers import fxpar
+
+TEAMS = "cp2 | pp2 | dp1"
+
+
+def test_a_dump_has_each_team():
+    status, out, err = fxpar("dump", "llama", "-s", TEAMS, "--brief")
+    assert status == 0, err
+    assert out.startswith("fxpar teams graph of llama\nstrategy cp2 | pp2 | dp1: teams of 2 + 2 + 1 ranks\n")
+    heads = [line for line in out.splitlines() if line.startswith("team ")]
+    assert heads == ["team 0 on ranks 0-1:", "team 1 on ranks 2-3:", "team 2 on rank 4:"]
+    assert "fxpar pipeline graph of llama\nstrategy pp2: mesh pp2, 2 ranks" in out
+
+
+def test_json_has_each_team():
+    status, out, err = fxpar("dump", "llama", "-s", TEAMS, "--format", "json", "-o", "-")
+    assert status == 0, err
+    document = json.loads(out)
+    assert [(team["strategy"], team["ranks"]) for team in document["teams"]] == [
+        ("cp2", [0, 1]),
+        ("pp2", [2, 3]),
+        ("dp1", [4, 4]),
+    ]
+    assert document["nodes"] == sum(team["nodes"] for team in document["teams"])
+    assert document["world"] == 5
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("explain", "llama", "-s", TEAMS),
+        ("diff", "llama", "-s", TEAMS, "-s", "cp2"),
+        ("viz", "llama", "-s", TEAMS, "-o", "page.html"),
+        ("dump", "llama", "-s", TEAMS, "--stage", "annotated"),
+        ("dump", "llama", "-s", TEAMS, "--rank", "1"),
+        ("dump", "llama", "-s", TEAMS, "--format", "dot"),
+        ("simulate", "llama", "--set", TEAMS, "--lengths", "github:512", "--tokens-per-step", "4096"),
+    ],
+)
+def test_one_team_at_a_time(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, _, err = fxpar(*words)
+    assert status == 1
+    assert "looks at one strategy at a time, and 'cp2 | pp2 | dp1' is 3 side by side. Name one of them" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_switch_between_formations_moves_nothing():
+    status, out, err = fxpar("switch", "llama", "--from", "dp1 | cp2 | dp1", "--to", "cp2 | dp2", "--json", "-")
+    assert status == 0, err
+    found = json.loads(out)
+    assert [value for name, value in found.items() if name.endswith("node_bytes")] == [0, 0]

@@ -1,0 +1,84 @@
+"""Strategies side by side in one mini-batch with others, on forked ranks: trained weights are one device's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fxpar.runtime.forked import run_forked
+from tests.runtime.hot import (
+    Case,
+    hot,
+    largest_error,
+    loss_error,
+    parallel,
+    precompile,
+    sequences,
+    shallow,
+    small,
+    stacked,
+)
+
+LENGTHS = (5, 60, 33, 17, 130, 8, 90, 12, 45, 2)
+CASES = {
+    "with others": Case(
+        [sequences(seed, LENGTHS) for seed in (3, 4)], {"strategies": {16: "dp4", 64: "cp2 | dp2", 512: "cp4"}}, shallow
+    ),
+    "stages, zero": Case(
+        [sequences(seed, LENGTHS) for seed in (3, 4)],
+        {"strategies": {64: "tp2 > dp1 | dp1", 512: "pp2+zb_h1 | dp2+zero3"}, "gradients": "chain"},
+        stacked,
+    ),
+    "several micro-batches": Case(
+        [sequences(5, LENGTHS * 2)],
+        {"strategies": {130: "tp2+sp | dp1 | dp1"}, "token_budget": 130, "memory_budget_bytes": 10**9},
+        small,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return hot(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trained_weights_are_those_of_one_device(trained, name):
+    want = CASES[name].one_device()
+    assert loss_error(trained[name]["losses"], want["losses"]) <= 1e-12
+    assert largest_error(trained[name]["grads"], want["grads"]) <= 1e-9
+    assert largest_error(trained[name]["params"], want["params"]) <= 1e-9
+
+
+def test_all_groups_have_run(trained):
+    strategies = [group.strategy for group in trained["with others"]["reports"][0].groups]
+    assert sorted(strategies) == ["cp2 | dp2", "cp4", "dp4"]
+    (group,) = trained["several micro-batches"]["reports"][0].groups
+    assert group.micro_batches > 1
+
+
+def test_evaluates_and_calls():
+    """The mean over all teams of held-out sequences, with and without stages, and plain calls: `model(x)`."""
+    strategies = {64: "cp2 | dp1", 512: "pp2 | dp1"}
+    precompile(stacked, strategies)
+    held_out = sequences(2, (20, 100, 2, 9))
+
+    def work(rank: int) -> tuple[float, torch.Tensor]:
+        model = parallel(stacked, strategies=strategies, plain="cp2 | dp1")
+        found = model.evaluate(held_out)
+        loss = model(input_ids=held_out[0][None], position_ids=torch.arange(20)[None]).square().sum()
+        loss.backward()
+        return found, model.get_parameter("embedding.weight").grad.full_tensor()
+
+    results = run_forked(3, work)
+    model, total = stacked().eval(), 0.0
+    for ids in held_out:
+        logits = model(ids[None], torch.arange(len(ids))[None])
+        total += F.cross_entropy(logits[0, :-1], ids[1:], reduction="sum").item()
+    assert [found for found, _ in results] == pytest.approx([total / sum(len(i) - 1 for i in held_out)] * 3, rel=1e-12)
+    plain: nn.Module = stacked()
+    plain(held_out[0][None], torch.arange(20)[None]).square().sum().backward()
+    want = plain.get_parameter("embedding.weight").grad
+    assert all((grad - want).abs().max() <= 1e-10 * want.abs().max() for _, grad in results)
