@@ -6,8 +6,9 @@ Grammar: `axes ('+' flag)*` with axes `name degree ('.' name degree)*`, outermos
 
 Axes: dp (data), pp (pipeline), cp (context: tokens), rows (tokens, packed so that no document is cut), tp (tensor), ep
 (expert). Flags: sp (Megatron sequence parallel on the tp axis), zero1 | zero2 | zero3 (optimizer state | + gradients |
-+ parameters sharded over dp, cp and rows), remat or remat(...) (recomputation, see `Remat`), chunks(16) (the loss over
-the vocabulary, in as many chunks of tokens). With pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see
++ parameters sharded over dp, cp and rows), remat or remat(...) (recomputation, see `Remat`), offload or offload(0.5)
+(all, or that share, of what the forward saves for the backward goes to the host), chunks(16) (the loss over the
+vocabulary, in as many chunks of tokens). With pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see
 `Pipeline`), cut(layers.3|layers.6) (where stages begin). role(tp=name) (what an axis is used for, where another package
 says so, see `fxpar.annotate.roles`). Rules in brackets at the end say what some modules do otherwise (see
 `fxpar.ir.module_rules`):
@@ -33,7 +34,7 @@ from fxpar.errors import OverrideError, StrategySyntaxError, WorldSizeError
 from fxpar.ir.axes import BINS, RANKS, REPLICAS, ROLE_AXES, STAGES, USES, data_axes
 from fxpar.ir.dist_config import Placement, R, Shard
 from fxpar.ir.mesh import Mesh
-from fxpar.ir.module_rules import ModuleRule, atoms, governing, joined, split_outside
+from fxpar.ir.module_rules import ModuleRule, atoms, governing, joined, offload_flag, split_outside
 from fxpar.ir.remat import Remat
 from fxpar.ir.strategy_text import MOST_RANKS, Pipeline, parse_axes, parse_flags, parse_rules, split_rules
 
@@ -51,7 +52,8 @@ class Strategy:
     Its ranks begin at `offset`, which is not part of the text: a pipeline stage's strategy is written like any other.
     `overrides` maps a glob over parameter FQNs to `S(dim)@tp` or `R@tp`; the first glob that matches wins over what the
     search would choose. `roles` are axes with the names of their roles, where another package says what an axis
-    is used for. `rules` are what some modules do otherwise. The loss over the vocabulary runs in `chunks` of tokens.
+    is used for. `rules` are what some modules do otherwise. The loss over the vocabulary runs in `chunks` of tokens. Of
+    the bytes that the forward saves for the backward the share `offload` is moved to the host.
     `by_stage` are the strategies of pipeline stages that are written one by one, each on the ranks behind those of the
     one before: they then say all of this but `pipeline` and `overrides`, and `axes` is no more than their number.
     """
@@ -67,6 +69,7 @@ class Strategy:
     rules: tuple[ModuleRule, ...] = ()
     chunks: int = 1
     by_stage: tuple[Strategy, ...] = ()
+    offload: float = 0.0
 
     @classmethod
     def parse(cls, text: str, *, world: int | None = None, overrides: Mapping[str, str] | None = None) -> Strategy:
@@ -208,6 +211,18 @@ class Strategy:
         found = self.remat if (rule := self.rule_of(fqn, "remat")) is None else self.rules[rule].remat
         return None if found is None or found.mode == "none" else found
 
+    def offload_of(self, rule: int | None) -> float:
+        """The share of what is saved that is moved to the host, where this rule says it (None: the strategy)."""
+        share = self.offload if rule is None else self.rules[rule].offload
+        return share or 0.0
+
+    @property
+    def most_offload(self) -> float:
+        """The highest share that the strategy, a rule or a stage says; 0 where nothing is moved to the host."""
+        if self.by_stage:
+            return max(stage.most_offload for stage in self.by_stage)
+        return max(self.offload, *(rule.offload or 0.0 for rule in self.rules), 0.0)
+
     def chunks_of(self, fqn: str) -> int:
         """In how many chunks of tokens the loss runs that begins with a product of this module."""
         found = None if (rule := self.rule_of(fqn, "chunks")) is None else self.rules[rule].chunks
@@ -262,16 +277,18 @@ class Strategy:
 
     def placing(self) -> Strategy:
         """The same without what saves memory alone: two strategies that are equal so place every value alike."""
-        rules = tuple(replace(rule, zero=None, remat=None, chunks=None) for rule in self.rules if rule.axes)
+        placing = (rule for rule in self.rules if rule.axes)
+        rules = tuple(replace(rule, zero=None, remat=None, offload=None, chunks=None) for rule in placing)
         by_stage = tuple(stage.placing() for stage in self.by_stage)
-        return replace(self, zero=0, remat=None, chunks=1, rules=rules, by_stage=by_stage)
+        return replace(self, zero=0, remat=None, offload=0.0, chunks=1, rules=rules, by_stage=by_stage)
 
     def __str__(self) -> str:
         if self.by_stage:
             first, *others = self.by_stage
             return " > ".join(map(str, [replace(first, pipeline=self.pipeline), *others]))
         flags = ["sp"] * self.sp + ([f"zero{self.zero}"] if self.zero else [])
-        flags += [str(self.remat)] * (self.remat is not None) + [f"chunks({self.chunks})"] * (self.chunks > 1)
+        flags += [str(self.remat)] * (self.remat is not None) + [offload_flag(self.offload)] * (self.offload > 0)
+        flags += [f"chunks({self.chunks})"] * (self.chunks > 1)
         flags += self.pipeline.flags()
         flags += ["role({})".format("|".join(f"{axis}={name}" for axis, name in self.roles))] if self.roles else []
         rules = f"[{'; '.join(map(str, self.rules))}]" if self.rules else ""

@@ -22,7 +22,7 @@ from fxpar.flow import padding_hazard
 from fxpar.ir.exec_graph import ExecGraph, Outline, Part, PlainGraph, cut_part
 from fxpar.ir.graph import AnnotatedGraph, ForwardGraph, LogicalGraph
 from fxpar.ir.node_meta import phase_of
-from fxpar.ir.pass_base import GraphPass, ancestors
+from fxpar.ir.pass_base import GraphPass, ancestors, whole_forward
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering.ladder import (
@@ -224,8 +224,8 @@ def split_forward(graph: AnnotatedGraph, logical: ForwardGraph) -> PlainGraph:
     finals = list(zip(graph.results, graph.outputs, strict=True))
     returned = [node for node, out in finals if out.kind in ("value", "buffer")]
     gradients = [node for node, out in finals if out.kind not in ("value", "buffer")]
-    early = ancestors(returned)
     calls = [n for n in graph.graph.nodes if n.op == "call_function"]
+    early = whole_forward(ancestors(returned), calls)
     # One result of an op with several cannot be computed without the others.
     early.update(n for n in calls if n.target is operator.getitem and n.args[0] in early)
     tangents = {n for n, i in zip(graph.placeholders, graph.inputs, strict=True) if i.kind == "tangent"}
