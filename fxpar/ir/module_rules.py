@@ -73,7 +73,8 @@ class ModuleRule:
 
 def offload_flag(share: float) -> str:
     """`offload`, `offload(0.5)`, `offload(none)`: the share of what is saved that goes to the host."""
-    return "offload" if share == 1 else f"offload({share if share else 'none'})"
+    written = f"{share:.9f}".rstrip("0") if share else "none"
+    return "offload" if share == 1 else f"offload({written})"
 
 
 def split_outside(text: str, separator: str) -> list[str]:
