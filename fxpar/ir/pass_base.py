@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -94,7 +95,12 @@ def whole_forward(forward: set[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Nod
     nodes = list(nodes)
     chunks = [n for n in nodes if "chunk" in n.meta]
     found = forward | ancestors(chunks) if not forward.isdisjoint(chunks) else forward
-    return found | {n for n in nodes if is_on_host(n) and n.all_input_nodes[0] in found}
+    return found | {n for n in nodes if is_on_host(n) and _made_with(n.all_input_nodes[0], found)}
+
+
+def _made_with(node: fx.Node, found: set[fx.Node]) -> bool:
+    """Whether it is there, or a result of an op that is there."""
+    return node in found or (node.target is operator.getitem and node.args[0] in found)
 
 
 def forward_of(graph: AnnotatedGraph) -> set[fx.Node]:
