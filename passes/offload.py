@@ -2,7 +2,7 @@
 
 Before: every forward value that the backward reads stays on the device until then. After: it is copied to the host
 behind its last reader in the forward, and fetched a block ahead of its first reader in the backward
-(`fxpar.ir.pass_base.a_block_ahead`), as in ZeRO-Offload (Ren et al., arXiv 2101.06840) for optimizer states. Views of
+(`fxpar.ir.pass_base.a_block_ahead`), as vDNN does (Rhu et al., arXiv 1602.08124, section 3). Views of
 one storage move once, and are made again of what was fetched.
 
     %h = silu(%a)                               %h = silu(%a)
@@ -64,7 +64,7 @@ class Offload:
             groups = _by_block(movable)
             if any(out.kind == "loss" for out in graph.outputs):
                 groups = groups[1:]
-            moved = _shares(_large(sum(groups, [])), graph.strategy)
+            moved = _shares(_large(itertools.chain.from_iterable(groups)), graph.strategy)
             _fetch(graph.graph, moved, {saved: _send(graph.graph, saved) for saved in moved}, turns)
 
 
@@ -198,7 +198,6 @@ def _fetch(graph: fx.Graph, moved: Iterable[_Saved], hosts: Mapping[_Saved, fx.N
     before: fx.Node | None = None
     for together in _by_block(moved):
         place = a_block_ahead(before, turns)
-        assert place is not None
         for saved in together:
             with graph.inserting_before(place):
                 meta = {"backward": True, "again": True}

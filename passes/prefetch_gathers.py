@@ -44,8 +44,7 @@ class PrefetchGathers:
         for gather in [node for node in body if node.target is _GATHER and "bucket" in node.meta]:
             (wait,) = gather.users
             if before is not None:
-                place = a_block_ahead(before, turns if is_backward(gather) else None)
-                _start_before(place, gather, params)
+                _start_before(a_block_ahead(before, turns if is_backward(gather) else None), gather, params)
             before = wait
 
 

@@ -25,7 +25,7 @@ from torch import fx
 
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
-from fxpar.ir.node_meta import is_backward, is_size, local_meta, phase_of
+from fxpar.ir.node_meta import is_size, local_meta, phase_of
 from fxpar.ir.pass_base import Tier, forward_of
 from fxpar.ir.serialize import OpOverload
 from fxpar.ops.traits import IN_PLACE, OUT, RELABELS

@@ -182,8 +182,8 @@ class _Walk:
         total = sum(tensors, Polynomial()) * sweeps
         seconds = Polynomial(device.launch_s)
         if kind == "host":  # each tensor is on one side of the link
-            moved = total * Fraction(1, 2)
-            return seconds + moved * (1 / device.host_bytes_per_s), moved, work
+            crossing = total * Fraction(1, 2)
+            return seconds + crossing * (1 / device.host_bytes_per_s), crossing, work
         if kind == "memory":
             again = total * Fraction(sweeps - 1, sweeps) * (1 / device.bytes_per_s_of(0))
             each = (one * (1 / rate) for one, rate in zip(tensors, rates, strict=True))

@@ -38,8 +38,8 @@ class Device:
 
     Tensors of up to `cache_mb` (1e6 bytes) are read and written at `cache_gb_per_s`; None: all at `memory_gb_per_s`.
 
-    `host_gb_per_s` is what goes between it and the memory of its host, each way; 25 is about what PCIe 4.0 x16 sustains,
-    of 31.5 on its data sheet.
+    `host_gb_per_s` is what goes between it and the memory of its host, each way; 25 is about what PCIe 4.0 x16
+    sustains, of 31.5 on its data sheet.
 
     `shared_by` ranks take turns on what computes, as several on a core of a CPU: all figures are what one of them gets
     while all are busy. While others wait, it is faster, up to `shared_by` times.
@@ -190,5 +190,5 @@ def _of_dtype(table: float | Mapping[str, float], dtype: torch.dtype) -> Fractio
 GPU = Device(tflops=300.0, memory_gb_per_s=2000.0, launch_us=4.0)
 """Usual figures of a GPU, where nothing better is known."""
 CPU = Device(tflops=0.03, memory_gb_per_s=5.0, launch_us=10.0, host_gb_per_s=2.5)
-"""Usual figures of a core or two of a CPU, which is what a rank has. It is its own host: what is moved there is read and
-written."""
+"""Usual figures of a core or two of a CPU, which is what a rank has. It is its own host: what is moved there is
+read and written."""

@@ -16,8 +16,8 @@ from fxpar.ir.strategy import Strategy
 @dataclass(frozen=True)
 class ModuleRoles:
     """What `count` modules do: `roles` is, for each atom of the strategy, the axis that it is for (`tp+sp` where it
-    cuts tokens between products, too), `zero` the ZeRO level, `saves` the flags of what is recomputed and of what waits on
-    the host, "" for nothing.
+    cuts tokens between products, too), `zero` the ZeRO level, `saves` the flags of what is recomputed and of what
+    waits on the host, "" for nothing.
     """
 
     modules: str  # `layers.{0-7}.attention`

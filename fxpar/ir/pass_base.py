@@ -124,12 +124,12 @@ def begin_of_backward(nodes: Iterable[fx.Node]) -> fx.Node | None:
     return next((n for n in nodes if n.op == "call_function" and phase_of(n) == "body" and is_backward(n)), None)
 
 
-def a_block_ahead(before: fx.Node | None, turns: fx.Node | None) -> fx.Node | None:
+def a_block_ahead(before: fx.Node | None, turns: fx.Node | None) -> fx.Node:
     """In front of which node something starts to come that computing must not wait for: the one that needs what came
     `before` it, for then a block of work is left. What the backward needs is not held through the end of the forward:
-    with `turns`, the first call of the backward, not in front of that. None: there is nothing to start ahead of.
+    with `turns`, the first call of the backward, not in front of that. One of the two is there.
     """
-    return max((node for node in (before, turns) if node is not None), default=None)
+    return max(node for node in (before, turns) if node is not None)
 
 
 def set_results(graph: fx.Graph, results: Iterable[fx.Node]) -> None:

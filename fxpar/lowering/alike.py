@@ -19,7 +19,8 @@ from fxpar.passes.chunk_loss import ChunkLoss
 @dataclass(frozen=True)
 class LowerAlike:
     """`lower(logical, strategy, passes=passes, verified=False)` for many strategies without pp; the graph in front of
-    `chunk_loss` is kept for each that differs in more than the chunks of the loss, what is recomputed and what the host keeps.
+    `chunk_loss` is kept for each that differs in more than the chunks of the loss, what is recomputed and what the host
+    keeps.
     """
 
     logical: LogicalGraph

@@ -72,8 +72,8 @@ def lower(
     A strategy with pp gives a `PipelineGraph`, any other an `ExecGraph`.
 
     Raises StrategySyntaxError, NotYetError, OverrideError, RematGlobError, RematBudgetError, NothingToOffloadError,
-    GivenPassesError, RuleGlobError, RuleConflictError, RuleHeadsError, BinsError, the PassContractError for what is no pass, the errors
-    of `fxpar.stages.cut_stages`; VerifyError for a bug in a pass.
+    GivenPassesError, RuleGlobError, RuleConflictError, RuleHeadsError, BinsError, the PassContractError for what is no
+    pass, the errors of `fxpar.stages.cut_stages`; VerifyError for a bug in a pass.
     """
     strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
     options: dict[str, Any] = {"storage": storage, "for_store": for_store, "sizes": sizes}

@@ -46,8 +46,8 @@ class MemoryPrediction:
     way home; `body`: the peak of one micro-batch above all that.
 
     With pipeline stages (`schedule` says in which order they run) `body` is the peak over all micro-batches of the
-    schedule, accumulators included, its `host_bytes` those of the rank with most, and `stages` has a line for each. `tokens` of a replica's micro-batch, by its token
-    ids; 0 without any.
+    schedule, accumulators included, its `host_bytes` those of the rank with most, and `stages` has a line for each.
+    `tokens` of a replica's micro-batch, by its token ids; 0 without any.
     """
 
     strategy: str

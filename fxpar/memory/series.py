@@ -9,9 +9,9 @@ from typing import NamedTuple
 from torch import fx
 
 KINDS = ("saved", "forward", "again", "backward", "result", "message", "host")
-"""What memory is for: forward values that the backward reads, other forward values, those computed again or fetched from
-the host, values of the backward, gradients (what the graph returns, or what a pipeline stage adds up in), and messages
-with batches under way. The last is memory of the host, which is in no sum: forward values that wait there.
+"""What memory is for: forward values that the backward reads, other forward values, those computed again or fetched
+from the host, values of the backward, gradients (what the graph returns, or what a pipeline stage adds up in), and
+messages with batches under way. The last is memory of the host, which is in no sum: forward values that wait there.
 """
 HOST = KINDS[-1]
 
@@ -20,13 +20,13 @@ HOST = KINDS[-1]
 class Peak:
     """Bytes at the node where a graph holds most, over what its caller keeps (parameters, batch, accumulators).
 
-    `forward_bytes`: values of the forward; `again_bytes`: those computed again in the backward, or
-    fetched there from the host; `backward_bytes`: other values of the backward; `result_bytes`: what the graph returns (gradients), as far as it exists at that node;
-    `workspace_bytes`: what the node's kernel allocates for itself; `message_bytes`: what pipeline stages have received
-    and not used yet or are sending, and the batches of micro-batches under way. `kept_bytes` of the forward's values
-    wait for the backward at that node. `saved_bytes` is what lives between forward and backward, in a pipeline of all
-    micro-batches at once, at most: that may be at another node, where less is held in all.
-    `host_bytes` is what lies in memory of the host, at most, and is not part of the total.
+    `forward_bytes`: values of the forward; `again_bytes`: those computed again in the backward, or fetched there from
+    the host; `backward_bytes`: other values of the backward; `result_bytes`: what the graph returns (gradients), as far
+    as it exists at that node; `workspace_bytes`: what the node's kernel allocates for itself; `message_bytes`: what
+    pipeline stages have received and not used yet or are sending, and the batches of micro-batches under way.
+    `kept_bytes` of the forward's values wait for the backward at that node. `saved_bytes` is what lives between forward
+    and backward, in a pipeline of all micro-batches at once, at most: that may be at another node, where less is held
+    in all. `host_bytes` is what lies in memory of the host, at most, and is not part of the total.
 
     Of a pipeline's rank, results are what its stages add up gradients in, and the forward's values those of all
     micro-batches under way.

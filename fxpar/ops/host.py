@@ -40,4 +40,6 @@ for _device in ("CPU", "CUDA"):
 torch.library.register_fake("fxpar::to_host", _to_host_fake, lib=_LIB)
 torch.library.register_fake("fxpar::from_host", _fake, lib=_LIB)
 for _name in ("to_host", "from_host"):
-    refuse_second_derivative(_LIB, f"fxpar::{_name}", "a value that lies on the host", "A strategy moves it, not a model.")
+    refuse_second_derivative(
+        _LIB, f"fxpar::{_name}", "a value that lies on the host", "A strategy moves it, not a model."
+    )

@@ -110,7 +110,7 @@ def two_blocks(graph: fx.Graph, x: fx.Node) -> tuple[fx.Node, ...]:
 def test_what_waits_for_what():
     streams = FakeStreams()
     x = torch.rand(3, 5).t()
-    loss, one, two = run(streams, two_blocks, x)
+    _, one, two = run(streams, two_blocks, x)
     assert torch.equal(one, x.sin().sin().sin())
     assert torch.equal(two, x.sin().sin())
     before = streams.before
