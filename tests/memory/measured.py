@@ -1,7 +1,13 @@
-"""The true peak of a program's body: every allocation of the process, those inside of kernels too."""
+"""The true peak of a program's body: every allocation of the process, those inside of kernels too.
+
+    python -m tests.memory.measured llama 512 dp1 dp1+offload --set layers=4 --set dim=128
+
+prints it beside the predicted one. What a program moves to the host lies in memory that torch does not count.
+"""
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import tempfile
@@ -18,6 +24,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from fxpar.ir.exec_graph import ExecGraph
+from fxpar.lowering import lower
+from fxpar.memory import program_peak
 from fxpar.models import load
 from fxpar.runtime.bound import BoundGraph
 from fxpar.runtime.host import HostCopies
@@ -114,3 +122,24 @@ def allocated_bytes(count: int) -> int:
         del first
         torch.empty(count // 2, dtype=torch.uint8)
     return peak_bytes(profiler)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("tokens", type=int)
+    parser.add_argument("strategies", nargs="+")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    captured = model(args.model, args.tokens, **dict(pair.split("=") for pair in args.set))
+    for strategy in args.strategies:
+        program = lower(captured.graph, strategy)
+        assert isinstance(program, ExecGraph)
+        peak, measured = program_peak(program, captured.graph.example_dims()), body_bytes(captured, program)
+        words = f"predicted {peak.total_bytes / 1e6:.1f} MB, measured {measured / 1e6:.1f} MB"
+        print(f"{strategy}: {words}, on the host {peak.host_bytes / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()
