@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from fxpar.ir.node_meta import is_backward, is_on_host
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.lowering import lower, lower_forward
 from fxpar.lowering.needs import verify_needs
+from fxpar.ops import layout
 from fxpar.passes.global_to_local import GlobalToLocal
 from fxpar.passes.offload import Offload
 from fxpar.remat import saved_bytes, trace_storages
@@ -56,6 +57,7 @@ class Block:
         self.a = self.call(aten.sin.default, self.x)
         self.b = self.call(aten.cos.default, self.a)
         self.loss = self.sketch.call(aten.sum.default, self.b, shape=())
+        self.three = self.a  # [2, 4, 2] where a test makes it
 
     def call(self, target: object, *args: object, shape: tuple = (4, 4), **meta: object) -> fx.Node:
         return self.sketch.call(target, *args, shape=shape, **meta)
@@ -125,22 +127,31 @@ def test_views_of_one_storage_move_once():
     assert grad.args[0].args[0].args[0] is fetched  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("what", ["param", "of a param", "input", "result", "written", "an element for all"])
-def test_what_must_stay_stays(what):
-    block = Block()
-    saved = {
+def saved_values(block: Block) -> dict[str, Callable[[], fx.Node]]:
+    """What the forward makes and the backward reads, by why it stays; the last one has no reason to."""
+    return {
         "param": lambda: block.w,
         "of a param": lambda: block.call(aten.sin.default, block.w),
         "input": lambda: block.call(aten.view.default, block.x, [4, 4]),
         "result": lambda: block.call(aten.sin.default, block.a),
         "written": lambda: block.call(aten.sin.default, block.a),
-        "an element for all": lambda: block.call(aten.expand.default, block.loss, [4, 4]),
-    }[what]()
-    block.loss = saved if what == "result" else block.loss
+        "in larger memory": lambda: block.call(layout.unpack, block.three, 1, (), 3, shape=(4, 3)),
+        "moves": lambda: block.call(aten.sin.default, block.a),
+    }
+
+
+@pytest.mark.parametrize("what", saved_values(Block()))
+def test_what_must_stay_stays(what):
+    block = Block()
+    block.three = block.call(aten.view.default, block.a, [2, 4, 2], shape=(2, 4, 2))
+    saved = saved_values(block)[what]()
+    shape = saved.meta["tensor"].shape
+    read = block.call(aten.sum.default, block.call(aten.cos.default, saved, shape=shape), shape=())
+    block.loss = saved if what == "result" else block.call(aten.add.Tensor, block.loss, read, shape=())
     if what == "written":
         block.call(aten.add_.Tensor, saved, block.w)
-    graph = block.done(block.back(block.w, saved))
-    assert not calls(graph.graph, own.to_host.default)
+    graph = block.done(block.call(aten.mul.Tensor, saved, saved, shape=shape, fqn="m", backward=True))
+    assert len(calls(graph.graph, own.to_host.default)) == (what == "moves")
 
 
 def test_what_is_made_in_the_forward_for_the_backward_alone_is_not_waited_for():
