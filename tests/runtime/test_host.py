@@ -104,13 +104,14 @@ def two_blocks(graph: fx.Graph, x: fx.Node) -> tuple[fx.Node, ...]:
     loss = sin(graph, b)  # kernel2
     b_back, a_back = fetch(graph, second), fetch(graph, first)
     one = sin(graph, b_back)  # kernel3
-    return loss, one, sin(graph, a_back)  # kernel4
+    return loss, one, sin(graph, a_back), b_back  # kernel4
 
 
 def test_what_waits_for_what():
     streams = FakeStreams()
     x = torch.rand(3, 5).t()
-    _, one, two = run(streams, two_blocks, x)
+    _, one, two, back = run(streams, two_blocks, x)
+    assert torch.equal(back, x.sin().sin())
     assert torch.equal(one, x.sin().sin().sin())
     assert torch.equal(two, x.sin().sin())
     before = streams.before
