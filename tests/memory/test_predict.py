@@ -13,6 +13,7 @@ from fxpar.errors import ClusterError, DimNameError
 from fxpar.ir.graph import TensorMeta, dim_symbol
 from fxpar.lowering import lower
 from fxpar.memory import Conditions, body_series, predict_memory, program_peak
+from fxpar.memory.predict import program_series
 from fxpar.passes.pack_documents import pack_documents
 from fxpar.store import home_layout, param_specs
 from fxpar.switch.node_first import NodeFirstPlan, cheapest_reduction
@@ -68,6 +69,8 @@ def test_what_waits_on_the_host_is_a_figure_of_its_own():
     assert after.saved_bytes < 0.2 * before.saved_bytes
     assert after.saved_bytes + after.host_bytes == before.saved_bytes
     assert after.total_bytes < before.total_bytes
+    series = program_series(moved, llama(layers=2).graph.example_dims())
+    assert after.total_bytes == max(moment.total_bytes for moment in series.moments)
     prediction = predict_memory(lower(llama(layers=2).graph, "dp1+offload", for_store=True))
     assert ("host", after.host_bytes) in [row[:2] for row in prediction.rows()]
 

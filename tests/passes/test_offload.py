@@ -146,10 +146,12 @@ def test_what_must_stay_stays(what):
     block.three = block.call(aten.view.default, block.a, [2, 4, 2], shape=(2, 4, 2))
     saved = saved_values(block)[what]()
     shape = saved.meta["tensor"].shape
-    read = block.call(aten.sum.default, block.call(aten.cos.default, saved, shape=shape), shape=())
-    block.loss = saved if what == "result" else block.call(aten.add.Tensor, block.loss, read, shape=())
-    if what == "written":
-        block.call(aten.add_.Tensor, saved, block.w)
+    if what == "result":
+        block.loss = saved
+    else:
+        reader = (aten.add_.Tensor, saved, block.w) if what == "written" else (aten.cos.default, saved)
+        read = block.call(aten.sum.default, block.call(*reader, shape=shape), shape=())
+        block.loss = block.call(aten.add.Tensor, block.loss, read, shape=())
     graph = block.done(block.call(aten.mul.Tensor, saved, saved, shape=shape, fqn="m", backward=True))
     assert len(calls(graph.graph, own.to_host.default)) == (what == "moves")
 
