@@ -24,7 +24,7 @@ from torch import fx
 
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.node_meta import is_backward, phase_of
-from fxpar.ir.pass_base import Tier, ancestors
+from fxpar.ir.pass_base import Tier, a_block_ahead, ancestors, begin_of_backward
 
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
@@ -39,14 +39,12 @@ class PrefetchGathers:
     def __call__(self, graph: AnnotatedGraph) -> None:
         params = {node for node, info in zip(graph.placeholders, graph.inputs, strict=True) if info.kind == "param"}
         body = [n for n in graph.graph.nodes if n.op == "call_function" and phase_of(n) == "body"]
-        turns = next((node for node in body if is_backward(node)), None)
+        turns = begin_of_backward(body)
         before: fx.Node | None = None
         for gather in [node for node in body if node.target is _GATHER and "bucket" in node.meta]:
             (wait,) = gather.users
             if before is not None:
-                # What a backward gathers first is not held through the end of the forward.
-                waits = [before] if turns is None or not is_backward(gather) else [before, turns]
-                _start_before(max(waits), gather, params)
+                _start_before(a_block_ahead(before, turns if is_backward(gather) else None), gather, params)
             before = wait
 
 

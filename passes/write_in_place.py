@@ -25,8 +25,8 @@ from torch import fx
 
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
-from fxpar.ir.node_meta import is_backward, is_size, local_meta, phase_of
-from fxpar.ir.pass_base import Tier, ancestors, with_chunks
+from fxpar.ir.node_meta import is_size, local_meta, phase_of
+from fxpar.ir.pass_base import Tier, forward_of
 from fxpar.ir.serialize import OpOverload
 from fxpar.ops.traits import IN_PLACE, OUT, RELABELS
 
@@ -101,7 +101,7 @@ class _Memory:
 
     def __init__(self, graph: AnnotatedGraph) -> None:
         self.position = {node: i for i, node in enumerate(graph.graph.nodes)}
-        self.early = _forward(graph)
+        self.early = forward_of(graph)
         self.of: dict[fx.Node, frozenset[fx.Node]] = {}
         self.last: dict[fx.Node, int] = {}
         self.sides: dict[fx.Node, set[Any]] = {}
@@ -136,22 +136,6 @@ class _Memory:
             and self.sides[start] == {self._side(node)}
             and not any(o is not value and start in self.of[o] for o in node.all_input_nodes)
         )
-
-
-def _forward(graph: AnnotatedGraph) -> set[fx.Node]:
-    """What loss, values, new buffers and sent activations are made of in the body, and all of a loss in chunks. The
-    epilogue may reduce gradients together with the loss; these do not count.
-    """
-    late = ("grad", "sent_grad", "input_grad")
-    ends = [node for node, out in zip(graph.results, graph.outputs, strict=False) if out.kind not in late]
-    todo: list[fx.Node] = []
-    while ends:
-        node = ends.pop()
-        if phase_of(node) == "epilogue":
-            ends += node.all_input_nodes
-        elif not is_backward(node):
-            todo.append(node)
-    return with_chunks(ancestors(todo), graph.graph.nodes)
 
 
 def _memory_of(node: fx.Node, known: dict[fx.Node, frozenset[fx.Node]]) -> frozenset[fx.Node]:

@@ -9,6 +9,7 @@ from torch import fx
 from fxpar.errors import RuleGlobError, RuleHeadsError
 from fxpar.ir.axes import BINS, USES
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
+from fxpar.ir.module_rules import PROPERTIES
 from fxpar.ir.node_meta import fqn_of, is_backward
 from fxpar.ir.strategy import Strategy
 
@@ -37,7 +38,7 @@ def check_rules(graph: LogicalGraph, strategy: Strategy, of: str = "the model") 
         if not any(map(rule.matches, modules)):
             raise RuleGlobError(rule.glob, modules, of)
     for module in modules:
-        for what in ("roles", "zero", "remat", "chunks"):
+        for what in PROPERTIES:
             strategy.rule_of(module, what)
 
 

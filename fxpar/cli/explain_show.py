@@ -113,6 +113,8 @@ def _summary(document: Document, width: int | None, top: int) -> Iterator[Styled
     named = {name: document["sent"][name] for name in _SENT}
     for line in Sent(**named).lines():
         yield from _said(f"{'the busiest rank' if 'messages' in document else 'one rank'} sends {line}", width, 2)
+    if "host_bytes" in document:
+        yield from _said(f"to its host and back per micro-batch: {document['host_bytes']:,} bytes", width, 2)
     yield from _module_table(document["modules"], top, width)
     if "borders" in document:
         yield from _border_table(document["borders"], width)

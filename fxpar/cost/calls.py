@@ -6,6 +6,7 @@ Nothing is taken to overlap, so times add up:
                              grow with T (weights are read, their gradients written) and of what no cache holds
     other kernels            bytes read and written over its memory, or over its cache: each tensor by its size at
                              NOMINAL_TOKENS
+    copies to the host       bytes over its link; nor are these taken to overlap
     every kernel             the launch
     collectives              bytes sent over the link, plus the latency; an axis whose process groups leave a node takes
                              the links between nodes
@@ -32,13 +33,13 @@ from fxpar.ir.handover import Handover
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.node_meta import comm_of, fqn_of, is_backward, local_meta, wanted_dists
 from fxpar.ir.pipeline_graph import PipelineGraph
-from fxpar.ops.traits import ADDED_PRODUCTS, ATTENTION, SWEEPS
+from fxpar.ops.traits import ADDED_PRODUCTS, ATTENTION, HOST_COPIES, SWEEPS
 
 NOMINAL_TOKENS = 4096  # of a micro-batch, where something depends on the length that is not known yet
 PER_MICRO_BATCH = ("body", "forward", "backward")  # parts of a program
-Kind = Literal["product", "attention", "memory", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+Kind = Literal["product", "attention", "memory", "host", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 _NOTHING = Polynomial()
-COMPUTE = ("product", "attention", "memory")
+COMPUTE = ("product", "attention", "memory", "host")
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,7 @@ class _Walk:
         """The kind of a kernel; its seconds, bytes and operations."""
         counts = tuple(flops(node, sizes) for sizes in self._samples)
         kind: Kind = "memory" if not any(counts) else "attention" if node.target in ATTENTION else "product"
+        kind = "host" if node.target in HOST_COPIES else kind
         if kind == "attention" and (block := self.cluster.sustained.attention_block_of(_dtype(node))):
             counts = tuple(flops(node, sizes, block) for sizes in self._samples)
         moved = tuple(self._bytes_of(meta) for meta in touched(node))
@@ -179,6 +181,9 @@ class _Walk:
         rates = [device.bytes_per_s_of(one.at(NOMINAL_TOKENS)) for one in tensors]
         total = sum(tensors, Polynomial()) * sweeps
         seconds = Polynomial(device.launch_s)
+        if kind == "host":  # each tensor is on one side of the link
+            crossing = total * Fraction(1, 2)
+            return seconds + crossing * (1 / device.host_bytes_per_s), crossing, work
         if kind == "memory":
             again = total * Fraction(sweeps - 1, sweeps) * (1 / device.bytes_per_s_of(0))
             each = (one * (1 / rate) for one, rate in zip(tensors, rates, strict=True))

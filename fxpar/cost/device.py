@@ -18,7 +18,7 @@ FLOATS = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_
 _LEAST, _MOST = 1e-15, 1e15  # of any figure: what is computed with such numbers is finite
 _WHOLE = ("nodes", "devices_per_node")
 _BY_DTYPE = ("tflops", "attention_tflops", "attention_block")
-_RATES = ("tflops", "attention_tflops", "memory_gb_per_s", "cache_gb_per_s")
+_RATES = ("tflops", "attention_tflops", "memory_gb_per_s", "cache_gb_per_s", "host_gb_per_s")
 _MAY_BE_ZERO = ("latency_us", "all_reduce_latency_us", "launch_us", "attention_block", "exposed_traffic")
 
 
@@ -38,6 +38,9 @@ class Device:
 
     Tensors of up to `cache_mb` (1e6 bytes) are read and written at `cache_gb_per_s`; None: all at `memory_gb_per_s`.
 
+    `host_gb_per_s` is what goes between it and the memory of its host, each way; 25 is about what PCIe 4.0 x16
+    sustains, of 31.5 on its data sheet.
+
     `shared_by` ranks take turns on what computes, as several on a core of a CPU: all figures are what one of them gets
     while all are busy. While others wait, it is faster, up to `shared_by` times.
 
@@ -54,6 +57,7 @@ class Device:
     cache_gb_per_s: float | None = None
     shared_by: float = 1.0
     exposed_traffic: float = 0.0
+    host_gb_per_s: float = 25.0
 
     def __post_init__(self) -> None:
         check_numbers(self.to_json(), "description", "device.")
@@ -84,6 +88,11 @@ class Device:
     def bytes_per_s(self) -> Fraction:
         """Of its memory."""
         return Fraction(self.memory_gb_per_s) * 10**9
+
+    @property
+    def host_bytes_per_s(self) -> Fraction:
+        """Of its link to the host, each way."""
+        return Fraction(self.host_gb_per_s) * 10**9
 
     @property
     def launch_s(self) -> Fraction:
@@ -180,5 +189,6 @@ def _of_dtype(table: float | Mapping[str, float], dtype: torch.dtype) -> Fractio
 
 GPU = Device(tflops=300.0, memory_gb_per_s=2000.0, launch_us=4.0)
 """Usual figures of a GPU, where nothing better is known."""
-CPU = Device(tflops=0.03, memory_gb_per_s=5.0, launch_us=10.0)
-"""Usual figures of a core or two of a CPU, which is what a rank has."""
+CPU = Device(tflops=0.03, memory_gb_per_s=5.0, launch_us=10.0, host_gb_per_s=2.5)
+"""Usual figures of a core or two of a CPU, which is what a rank has. It is its own host: what is moved there is
+read and written."""

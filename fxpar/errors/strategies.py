@@ -106,6 +106,19 @@ class RematGlobError(FxparError):
         super().__init__(f"remat({glob}): {glob!r} matches no module of the model{_near_modules(glob, modules)}")
 
 
+class NothingToOffloadError(FxparError):
+    """A strategy, or a rule of one, wants saved activations on the host, and there are none that can go there."""
+
+    def __init__(self, strategy: str, rule: str, model: str) -> None:
+        who = f"rule {rule!r} of strategy {strategy!r}" if rule else f"strategy {strategy!r}"
+        where = "of its modules" if rule else "here"
+        super().__init__(
+            f"{who}: offload moves what the forward saves for the backward to the host, but {where} {model!r} saves "
+            "nothing that can go: values that the forward makes itself, other than for its loss. Parameters and inputs "
+            "stay, and what is recomputed is not saved. Leave the flag out, or write it for modules around these."
+        )
+
+
 class NoVocabularyLossError(FxparError):
     """A strategy wants the loss in chunks of tokens, and the graph has no loss over classes."""
 

@@ -9,20 +9,22 @@ from dataclasses import dataclass
 from fxpar.ir.axes import USES
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.fqn import numbers_in, starred, with_numbers
+from fxpar.ir.module_rules import offload_flag
 from fxpar.ir.strategy import Strategy
 
 
 @dataclass(frozen=True)
 class ModuleRoles:
     """What `count` modules do: `roles` is, for each atom of the strategy, the axis that it is for (`tp+sp` where it
-    cuts tokens between products, too), `zero` the ZeRO level, `remat` the flag of what is recomputed, "" for nothing.
+    cuts tokens between products, too), `zero` the ZeRO level, `saves` the flags of what is recomputed and of what
+    waits on the host, "" for nothing.
     """
 
     modules: str  # `layers.{0-7}.attention`
     count: int
     roles: tuple[str, ...]
     zero: int
-    remat: str
+    saves: str
 
 
 def module_roles(program: Program) -> tuple[ModuleRoles, ...]:
@@ -48,7 +50,9 @@ _Does = tuple[tuple[str, ...], int, str]
 def _does(strategy: Strategy, module: str) -> _Does:
     rule, remat = strategy.rule_of(module), strategy.remat_of(module)
     roles = tuple(_role(strategy, atom, rule) for atom in strategy.atoms)
-    return roles, strategy.zero_of(f"{module}."), "" if remat is None else str(remat)
+    share = strategy.offload_of(strategy.rule_of(module, "offload"))
+    saves = [str(remat)] * (remat is not None) + [offload_flag(share)] * (share > 0)
+    return roles, strategy.zero_of(f"{module}."), "+".join(saves)
 
 
 def _role(strategy: Strategy, atom: str, rule: int | None) -> str:

@@ -15,6 +15,7 @@ from fxpar.ir.exec_graph import Program
 from fxpar.ir.fqn import starred
 from fxpar.ir.graph import run_dims, run_sizes
 from fxpar.ir.mesh import Mesh
+from fxpar.ir.node_meta import is_on_host, local_tensor
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
 from fxpar.ir.sent import sent
 from fxpar.ir.strategy import Strategy
@@ -33,6 +34,7 @@ def summary_document(program: Program, found: Sequence[CollectiveTraffic]) -> Do
         "padded": run_sizes(program),
         "collectives": len(found),
         "sent": sent(program).to_json(),
+        **({"host_bytes": moved} if (moved := _host_bytes(program)) else {}),
         **({"messages": sum(map(len, sent_on)), "message_bytes": sum(map(sum, sent_on))} if sent_on else {}),
         "overrides": [
             {"glob": glob, "placement": placement, "params": sum(p["count"] for p in params if p["override"] == glob)}
@@ -41,6 +43,16 @@ def summary_document(program: Program, found: Sequence[CollectiveTraffic]) -> Do
         **rules_document(program, found),
         **noted(program.notes),
     }
+
+
+def _host_bytes(program: Program) -> int:
+    """What a rank copies to its host for a micro-batch, and back; of a pipeline the one that copies most."""
+    by_mesh: dict[Mesh, int] = defaultdict(int)
+    for placed in program.placed:
+        calls = (n for part in placed.parts.values() for n in part.graph.nodes if n.op == "call_function")
+        for value in map(local_tensor, filter(is_on_host, calls)):
+            by_mesh[placed.mesh] += value.numel(run_dims(program)) * value.dtype.itemsize
+    return max(by_mesh.values(), default=0)
 
 
 def _axes_document(program: Program, params: Sequence[Document]) -> list[Document]:

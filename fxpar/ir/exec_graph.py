@@ -323,9 +323,10 @@ def substitute_tokens(graph: fx.Graph, groups: dict[str, str], indices: dict[str
 
 @functools.cache
 def _makes_tensors(op: OpOverload) -> bool:
-    """Whether an op takes a device and no tensor that could tell it one."""
+    """Whether an op takes a device and no tensor that could tell it one: what it fetches lies on the host."""
     arguments = op._schema.arguments
-    return any(a.name == "device" for a in arguments) and not any("Tensor" in str(a.type) for a in arguments)
+    told = any("Tensor" in str(a.type) for a in arguments) and str(op) != "fxpar.from_host.default"
+    return any(a.name == "device" for a in arguments) and not told
 
 
 def make_tensors_on(graph: fx.Graph, device: torch.device) -> None:

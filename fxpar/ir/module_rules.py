@@ -6,8 +6,9 @@ They stand in brackets behind the strategy, `glob: roles` each, with ';' between
 
 A glob runs over FQNs of modules: `*` is any text, dots too, `?` one character, `{0-7}` a number, `{a,b}` one of these.
 What it matches is meant with all modules inside. Roles are axes of the same ranks that the replica has, outermost
-first (here: 4), with `+sp` or without; `+zero...`, `+remat...` and `+chunks...` are of the rule alone. What a rule does
-not say is as around it: where several match, each property comes from the innermost module that a rule says it of.
+first (here: 4), with `+sp` or without; `+zero...`, `+remat...`, `+offload...` and `+chunks...` are of the rule alone.
+What a rule does not say is as around it: where several match, each property comes from the innermost module that a rule
+says it of.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from fxpar.ir.mesh import sub_axis
 from fxpar.ir.remat import Remat
 
 Axes = tuple[tuple[str, int], ...]
+PROPERTIES = ("roles", "zero", "remat", "offload", "chunks")
+"""What rules say of modules, each property by itself."""
+
 _WORD = re.compile(r"[\w.*?{},-]+", re.ASCII)
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)-(\d+)")
@@ -35,8 +39,8 @@ _MOST_STARS = 6  # each multiplies the ways in which a glob may match
 @dataclass(frozen=True)
 class ModuleRule:
     """What modules that `glob` matches do: `axes` are those inside of a replica, () as around them, `sp` goes with
-    them. `zero`, `remat` and `chunks` of None are as around them; `Remat("none")` recomputes nothing, a loss of one
-    chunk is whole.
+    them. `zero`, `remat`, `chunks` and `offload` of None are as around them; `Remat("none")` recomputes nothing, a loss
+    of one chunk is whole, and an `offload` of 0 keeps all that is saved on the device.
     """
 
     glob: str
@@ -45,11 +49,14 @@ class ModuleRule:
     zero: int | None = None
     remat: Remat | None = None
     chunks: int | None = None
+    offload: float | None = None
 
     def __str__(self) -> str:
         axes = ".".join(f"{name}{degree}" for name, degree in self.axes)
         flags = ["sp"] * self.sp + ([f"zero{self.zero}"] if self.zero is not None else [])
-        flags += [str(self.remat)] * (self.remat is not None) + [f"chunks({self.chunks})"] * (self.chunks is not None)
+        flags += [str(self.remat)] * (self.remat is not None)
+        flags += [] if self.offload is None else [offload_flag(self.offload)]
+        flags += [f"chunks({self.chunks})"] * (self.chunks is not None)
         return f"{self.glob}: {'+'.join([axes, *flags])}"
 
     def matches(self, module: str) -> bool:
@@ -58,10 +65,16 @@ class ModuleRule:
 
     @property
     def says(self) -> tuple[str, ...]:
-        """What it says something about: roles, zero, remat, chunks."""
+        """What it says something about, of PROPERTIES."""
         said = {"roles": bool(self.axes), "zero": self.zero is not None, "remat": self.remat is not None}
-        said["chunks"] = self.chunks is not None
+        said |= {"offload": self.offload is not None, "chunks": self.chunks is not None}
         return tuple(name for name, is_said in said.items() if is_said)
+
+
+def offload_flag(share: float) -> str:
+    """`offload`, `offload(0.5)`, `offload(none)`: the share of what is saved that goes to the host."""
+    written = f"{share:.9f}".rstrip("0") if share else "none"
+    return "offload" if share == 1 else f"offload({written})"
 
 
 def split_outside(text: str, separator: str) -> list[str]:

@@ -35,7 +35,8 @@ NodeMeta = TypedDict(
         "fused": int,  # how many collectives travel in this one
         "buffer": str,  # FQN of the buffer that this value is written to
         "chunk": int,  # the loss runs in chunks of tokens: of which this is a part, or the result of all
-        "again": bool,  # computed a second time, in the backward
+        "again": bool,  # computed a second time, in the backward, or fetched there from the host
+        "host": bool,  # the value lies in memory of the host
         "pass": str,  # name of the pass that made the node; nodes of the capture have none
         # Of the placement search: nodes that decide together.
         "class": tuple[Any, ...],
@@ -117,6 +118,11 @@ def source_of(node: fx.Node) -> str | None:
 
 def is_backward(node: fx.Node) -> bool:
     return bool(node.meta.get("backward"))
+
+
+def is_on_host(node: fx.Node) -> bool:
+    """Whether the value lies in memory of the host: what `fxpar::to_host` has made."""
+    return bool(node.meta.get("host"))
 
 
 def phase_of(node: fx.Node) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -13,7 +14,7 @@ from fxpar.errors import VerifyError
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.fqn import block_of, block_or_module_of
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
-from fxpar.ir.node_meta import is_backward, is_size
+from fxpar.ir.node_meta import is_backward, is_on_host, is_size, phase_of
 
 Tier = Literal["exact", "numeric"]
 Phase = Literal["prologue", "body", "epilogue"]
@@ -86,12 +87,49 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def with_chunks(forward: set[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The forward with all of a loss that runs in chunks of tokens: were its backward another part, the logits of all
-    chunks would wait for it.
+def whole_forward(forward: set[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The forward with what belongs to it although nothing that it gives is made of that: all of a loss that runs in
+    chunks of tokens (were its backward another part, the logits of all chunks would wait for it), and what it copies to
+    the host.
     """
+    nodes = list(nodes)
     chunks = [n for n in nodes if "chunk" in n.meta]
-    return forward | ancestors(chunks) if not forward.isdisjoint(chunks) else forward
+    found = forward | ancestors(chunks) if not forward.isdisjoint(chunks) else forward
+    return found | {n for n in nodes if is_on_host(n) and _made_with(n.all_input_nodes[0], found)}
+
+
+def _made_with(node: fx.Node, found: set[fx.Node]) -> bool:
+    """Whether it is there, or a result of an op that is there."""
+    return node in found or (node.target is operator.getitem and node.args[0] in found)
+
+
+def forward_of(graph: AnnotatedGraph) -> set[fx.Node]:
+    """What loss, values, new buffers and sent activations are made of in the body, all of a loss in chunks, and
+    copies to the host. The epilogue may reduce gradients together with the loss; these do not count.
+    """
+    late = ("grad", "sent_grad", "input_grad")
+    ends = [node for node, out in zip(graph.results, graph.outputs, strict=False) if out.kind not in late]
+    todo: list[fx.Node] = []
+    while ends:
+        node = ends.pop()
+        if phase_of(node) == "epilogue":
+            ends += node.all_input_nodes
+        elif not is_backward(node):
+            todo.append(node)
+    return whole_forward(ancestors(todo), graph.graph.nodes)
+
+
+def begin_of_backward(nodes: Iterable[fx.Node]) -> fx.Node | None:
+    """The first call of the backward of the body."""
+    return next((n for n in nodes if n.op == "call_function" and phase_of(n) == "body" and is_backward(n)), None)
+
+
+def a_block_ahead(before: fx.Node | None, turns: fx.Node | None) -> fx.Node:
+    """In front of which node something starts to come that computing must not wait for: the one that needs what came
+    `before` it, for then a block of work is left. What the backward needs is not held through the end of the forward:
+    with `turns`, the first call of the backward, not in front of that. One of the two is there.
+    """
+    return max(node for node in (before, turns) if node is not None)
 
 
 def set_results(graph: fx.Graph, results: Iterable[fx.Node]) -> None:

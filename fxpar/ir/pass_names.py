@@ -17,6 +17,7 @@ BUILTIN: dict[str, str] = {
     "lower_collectives": "fxpar.passes.lower_collectives:LowerCollectives",
     "mask_padding": "fxpar.passes.mask_padding:MaskPadding",
     "narrow_gradients": "fxpar.passes.narrow_gradients:NarrowGradients",
+    "offload": "fxpar.passes.offload:Offload",
     "prefetch_gathers": "fxpar.passes.prefetch_gathers:PrefetchGathers",
     "reduce_gradients": "fxpar.passes.reduce_gradients:ReduceGradients",
     "rematerialize": "fxpar.passes.rematerialize:Rematerialize",
@@ -47,6 +48,7 @@ LADDER = (
     "reuse_buffers",
     "sink_waits",
     "prefetch_gathers",
+    "offload",
     "write_in_place",
 )
 """The names of `fxpar.lowering.default_passes()`, in order."""

@@ -32,6 +32,7 @@ _META = (
     "kind",
     "buffer",
     "again",
+    "host",
     "chunk",
     "pass",
 )

@@ -6,8 +6,9 @@ Grammar: `axes ('+' flag)*` with axes `name degree ('.' name degree)*`, outermos
 
 Axes: dp (data), pp (pipeline), cp (context: tokens), rows (tokens, packed so that no document is cut), tp (tensor), ep
 (expert). Flags: sp (Megatron sequence parallel on the tp axis), zero1 | zero2 | zero3 (optimizer state | + gradients |
-+ parameters sharded over dp, cp and rows), remat or remat(...) (recomputation, see `Remat`), chunks(16) (the loss over
-the vocabulary, in as many chunks of tokens). With pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see
++ parameters sharded over dp, cp and rows), remat or remat(...) (recomputation, see `Remat`), offload or offload(0.5)
+(all, or that share, of what the forward saves for the backward goes to the host), chunks(16) (the loss over the
+vocabulary, in as many chunks of tokens). With pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see
 `Pipeline`), cut(layers.3|layers.6) (where stages begin). role(tp=name) (what an axis is used for, where another package
 says so, see `fxpar.annotate.roles`). Rules in brackets at the end say what some modules do otherwise (see
 `fxpar.ir.module_rules`):
@@ -33,12 +34,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from fxpar.errors import OverrideError, StrategySyntaxError, WorldSizeError
 from fxpar.ir.axes import BINS, RANKS, REPLICAS, ROLE_AXES, STAGES, USES, data_axes
 from fxpar.ir.dist_config import Placement, R, Shard
 from fxpar.ir.mesh import Mesh
-from fxpar.ir.module_rules import ModuleRule, atoms, governing, joined, split_outside
+from fxpar.ir.module_rules import ModuleRule, atoms, governing, joined, offload_flag
 from fxpar.ir.remat import Remat
 from fxpar.ir.strategy_text import (
     MOST_RANKS,
@@ -48,6 +50,7 @@ from fxpar.ir.strategy_text import (
     parse_axes,
     parse_flags,
     parse_rules,
+    sides_of,
     split_rules,
 )
 
@@ -64,7 +67,8 @@ class Strategy:
     Its ranks begin at `offset`, which is not part of the text: a pipeline stage's strategy is written like any other.
     `overrides` maps a glob over parameter FQNs to `S(dim)@tp` or `R@tp`; the first glob that matches wins over what the
     search would choose. `roles` are axes with the names of their roles, where another package says what an axis
-    is used for. `rules` are what some modules do otherwise. The loss over the vocabulary runs in `chunks` of tokens.
+    is used for. `rules` are what some modules do otherwise. The loss over the vocabulary runs in `chunks` of tokens. Of
+    the bytes that the forward saves for the backward the share `offload` is moved to the host.
     `by_stage` are the strategies of pipeline stages that are written one by one, each on the ranks behind those of the
     one before: they then say all of this but `pipeline` and `overrides`, and `axes` is no more than their number.
     `teams` are strategies side by side, which say all but `overrides`.
@@ -82,6 +86,7 @@ class Strategy:
     chunks: int = 1
     by_stage: tuple[Strategy, ...] = ()
     teams: tuple[Strategy, ...] = ()
+    offload: float = 0.0
 
     @classmethod
     def parse(cls, text: str, *, world: int | None = None, overrides: Mapping[str, str] | None = None) -> Strategy:
@@ -91,7 +96,7 @@ class Strategy:
         """
         if not isinstance(text, str):
             raise StrategySyntaxError(repr(text), repr(text), "it is not text")
-        sides = _sides(text, text, "|", "a strategy", "cp4|cp2|dp2")
+        sides = sides_of(text, text, "|", "a strategy", "cp4|cp2|dp2")
         teams = tuple(_parse_team(text, side) for side in sides)
         strategy = teams[0] if len(teams) == 1 else Strategy((), teams=teams)
         strategy = replace(strategy, overrides=tuple((overrides or {}).items()))
@@ -224,14 +229,22 @@ class Strategy:
     @property
     def most_zero(self) -> int:
         """The highest ZeRO level of any parameter."""
-        if self.blocks:
-            return max(block.most_zero for block in self.blocks)
-        return max(self.zero, *(rule.zero or 0 for rule in self.rules)) if self.rules else self.zero
+        return self._most("zero")
 
     def remat_of(self, fqn: str) -> Remat | None:
         """What is recomputed of a module."""
         found = self.remat if (rule := self.rule_of(fqn, "remat")) is None else self.rules[rule].remat
         return None if found is None or found.mode == "none" else found
+
+    def offload_of(self, rule: int | None) -> float:
+        """The share of what is saved that is moved to the host, where this rule says it (None: the strategy)."""
+        share = self.offload if rule is None else self.rules[rule].offload
+        return share or 0.0
+
+    @property
+    def most_offload(self) -> float:
+        """The highest share that the strategy, a rule or a block says; 0 where nothing is moved to the host."""
+        return self._most("offload")
 
     def chunks_of(self, fqn: str) -> int:
         """In how many chunks of tokens the loss runs that begins with a product of this module."""
@@ -241,9 +254,13 @@ class Strategy:
     @property
     def most_chunks(self) -> int:
         """The most that the strategy or a rule says; 1 where nothing is cut."""
+        return self._most("chunks")
+
+    def _most(self, flag: str) -> Any:
+        """The highest value of a flag in any block or rule."""
         if self.blocks:
-            return max(block.most_chunks for block in self.blocks)
-        return max(self.chunks, *(rule.chunks or 1 for rule in self.rules)) if self.rules else self.chunks
+            return max(block._most(flag) for block in self.blocks)
+        return max(getattr(self, flag), *(getattr(rule, flag) or 0 for rule in self.rules), 0)
 
     @property
     def model_axes(self) -> tuple[str, ...]:
@@ -287,9 +304,11 @@ class Strategy:
 
     def placing(self) -> Strategy:
         """The same without what saves memory alone: two strategies that are equal so place every value alike."""
-        rules = tuple(replace(rule, zero=None, remat=None, chunks=None) for rule in self.rules if rule.axes)
+        placing = (rule for rule in self.rules if rule.axes)
+        rules = tuple(replace(rule, zero=None, remat=None, offload=None, chunks=None) for rule in placing)
         by_stage, teams = (tuple(block.placing() for block in blocks) for blocks in (self.by_stage, self.teams))
-        return replace(self, zero=0, remat=None, chunks=1, rules=rules, by_stage=by_stage, teams=teams)
+        without = replace(self, zero=0, remat=None, offload=0.0, chunks=1)
+        return replace(without, rules=rules, by_stage=by_stage, teams=teams)
 
     def __str__(self) -> str:
         if self.teams:
@@ -298,7 +317,8 @@ class Strategy:
             first, *others = self.by_stage
             return " > ".join(map(str, [replace(first, pipeline=self.pipeline), *others]))
         flags = ["sp"] * self.sp + ([f"zero{self.zero}"] if self.zero else [])
-        flags += [str(self.remat)] * (self.remat is not None) + [f"chunks({self.chunks})"] * (self.chunks > 1)
+        flags += [str(self.remat)] * (self.remat is not None) + [offload_flag(self.offload)] * (self.offload > 0)
+        flags += [f"chunks({self.chunks})"] * (self.chunks > 1)
         flags += self.pipeline.flags()
         flags += ["role({})".format("|".join(f"{axis}={name}" for axis, name in self.roles))] if self.roles else []
         rules = f"[{'; '.join(map(str, self.rules))}]" if self.rules else ""
@@ -329,17 +349,9 @@ def of_degrees(replicas: int = 1, stages: int = 1, tokens: int = 1, weights: int
     return Strategy(axes or SINGLE.axes, sp=weights > 1, zero=zero)
 
 
-def _sides(text: str, part: str, sign: str, what: str, example: str) -> list[str]:
-    """What stands between the signs of a part of the text."""
-    sides = [side.strip() for side in split_outside(part, sign)]
-    if len(sides) > 1 and not all(sides):
-        raise StrategySyntaxError(text, sign, f"{what} stands on each side of it, such as {example}")
-    return sides
-
-
 def _parse_team(text: str, side: str) -> Strategy:
     """The strategy of all ranks, or one of several between '|'."""
-    written = _sides(text, side, ">", "a pipeline stage", "tp4 > tp2.rows2")
+    written = sides_of(text, side, ">", "a pipeline stage", "tp4 > tp2.rows2")
     parts = [_parse_part(text, part) for part in written]
     strategy = parts[0] if len(parts) == 1 else _of_stages(text, written, parts)
     check_pipeline(text, strategy.pipeline, strategy.pipeline_size)
@@ -351,7 +363,7 @@ def _parse_part(text: str, part: str) -> Strategy:
     outside, inside = split_rules(part)
     axis_text, *flags = outside.split("+")
     axes, found = parse_axes(text, axis_text), parse_flags(text, flags)
-    found["chunks"] = found["chunks"] or 1
+    found["chunks"], found["offload"] = found["chunks"] or 1, found["offload"] or 0.0
     strategy = Strategy(axes, **found, rules=() if inside is None else parse_rules(text, inside))
     if strategy.rules:
         strategy.atoms  # noqa: B018  raises where degrees do not fit

@@ -9,17 +9,19 @@ from typing import Any
 
 from fxpar.errors import StrategySyntaxError, nearest
 from fxpar.ir.axes import AXES, ROLE_AXES
-from fxpar.ir.module_rules import Axes, ModuleRule, check_glob
+from fxpar.ir.module_rules import Axes, ModuleRule, check_glob, split_outside
 from fxpar.ir.remat import REMAT, Remat, parse_remat
 
 MOST_RANKS = 2**20  # more are a slip of the finger
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
-FLAGS = ("sp", "zero1", "zero2", "zero3", "remat", "chunks", *SCHEDULES, "cut", "role")
+FLAGS = ("sp", "zero1", "zero2", "zero3", "remat", "offload", "chunks", *SCHEDULES, "cut", "role")
 MOST_CHUNKS = 64  # each is a copy of the loss in the graph
-RULE_FLAGS = ("sp", "zero0", "zero1", "zero2", "zero3", "remat", "chunks")
+RULE_FLAGS = ("sp", "zero0", "zero1", "zero2", "zero3", "remat", "offload", "chunks")
 _AXIS = re.compile(r"([a-z]+)([0-9]{1,9})")
 _SCHEDULE = re.compile(r"(gpipe|1f1b|zb_h1|interleaved_1f1b)(?:\((\d+)\))?")
 _CHUNKS = re.compile(r"chunks(?:\((.*)\))?", re.DOTALL)
+_OFFLOAD = re.compile(r"offload(?:\((.*)\))?", re.DOTALL)
+_SHARE = re.compile(r"1|1\.0{1,9}|0?\.[0-9]{1,9}", re.ASCII)
 _CUT = re.compile(r"cut\((.*)\)", re.DOTALL)
 _ROLES = re.compile(r"role\((.*)\)", re.DOTALL)
 _FQN = re.compile(r"\w+(?:\.\w+)*", re.ASCII)
@@ -41,6 +43,14 @@ class Pipeline:
         found = [] if self.schedule == "1f1b" else [self.schedule]
         found = [f"{self.schedule}({self.virtual})"] if self.virtual > 1 else found
         return found + ([f"cut({'|'.join(self.cuts)})"] if self.cuts else [])
+
+
+def sides_of(text: str, part: str, sign: str, what: str, example: str) -> list[str]:
+    """What stands between the signs of a part of the text."""
+    sides = [side.strip() for side in split_outside(part, sign)]
+    if len(sides) > 1 and not all(sides):
+        raise StrategySyntaxError(text, sign, f"{what} stands on each side of it, such as {example}")
+    return sides
 
 
 def split_rules(text: str) -> tuple[str, str | None]:
@@ -96,7 +106,7 @@ def _parse_rule(text: str, part: str, glob: str, axes: Axes, flags: list[str]) -
         raise StrategySyntaxError(
             text, part, "a rule recomputes all of its modules: remat, remat(selective), or remat(none)"
         )
-    return ModuleRule(glob, axes, found["sp"], zero[0] if zero else None, remat, found["chunks"])
+    return ModuleRule(glob, axes, found["sp"], zero[0] if zero else None, remat, found["chunks"], found["offload"])
 
 
 def parse_axes(text: str, axis_text: str) -> Axes:
@@ -124,6 +134,7 @@ def parse_flags(text: str, flags: list[str], known: Sequence[str] = FLAGS) -> di
     zero, sp = 0, False
     remats: list[Remat | None] = []
     chunks: list[int] = []
+    shares: list[float] = []
     schedules: list[Pipeline] = []
     cuts: list[tuple[str, ...]] = []
     roles: list[tuple[tuple[str, str], ...]] = []
@@ -140,6 +151,8 @@ def parse_flags(text: str, flags: list[str], known: Sequence[str] = FLAGS) -> di
             if remats:
                 raise StrategySyntaxError(text, flag, "flag 'remat' is given twice")
             remats.append(parse_remat(text, flag, match[1]))
+        elif match := _OFFLOAD.fullmatch(flag):
+            shares.append(_parse_share(text, flag, match[1]))
         elif match := _CHUNKS.fullmatch(flag):
             chunks.append(_parse_chunks(text, flag, match[1]))
         elif match := _SCHEDULE.fullmatch(flag):
@@ -153,7 +166,8 @@ def parse_flags(text: str, flags: list[str], known: Sequence[str] = FLAGS) -> di
         else:
             why = f"unknown flag {flag!r}{nearest(flag, known) or '.'} Flags are {', '.join(known)}"
             raise StrategySyntaxError(text, flag, why)
-    given_once = {"a schedule": schedules, "flag 'chunks'": chunks, "flag 'cut'": cuts, "flag 'role'": roles}
+    given_once = {"a schedule": schedules, "flag 'offload'": shares, "flag 'chunks'": chunks}
+    given_once |= {"flag 'cut'": cuts, "flag 'role'": roles}
     for name, given in given_once.items():
         if len(given) > 1:
             raise StrategySyntaxError(text, text, f"{name} is given twice")
@@ -162,6 +176,7 @@ def parse_flags(text: str, flags: list[str], known: Sequence[str] = FLAGS) -> di
         "zero": zero,
         "sp": sp,
         "remat": remats[0] if remats else None,
+        "offload": shares[0] if shares else None,
         "chunks": chunks[0] if chunks else None,
         "pipeline": pipeline,
         "roles": roles[0] if roles else (),
@@ -174,6 +189,17 @@ def _parse_chunks(text: str, flag: str, inside: str | None) -> int:
     if not 1 <= int(inside or "") <= MOST_CHUNKS:
         raise StrategySyntaxError(text, flag, f"the loss runs in 1 to {MOST_CHUNKS} chunks of tokens")
     return int(inside or "")
+
+
+def _parse_share(text: str, flag: str, inside: str | None) -> float:
+    """The share of `offload`, `offload(0.5)`, or of `offload(none)`: 0."""
+    if inside in (None, "none"):
+        return float(inside is None)
+    share = float(inside) if inside and _SHARE.fullmatch(inside) else 0.0
+    if not 0 < share <= 1:
+        why = f"{inside!r} is no share of what is saved; write one above 0 and up to 1, such as offload(0.5)"
+        raise StrategySyntaxError(text, flag, why)
+    return share
 
 
 def _parse_role(text: str, flag: str, word: str) -> tuple[str, str]:

@@ -19,7 +19,8 @@ from fxpar.passes.chunk_loss import ChunkLoss
 @dataclass(frozen=True)
 class LowerAlike:
     """`lower(logical, strategy, passes=passes, verified=False)` for many strategies without pp; the graph in front of
-    `chunk_loss` is kept for each that differs in more than the chunks of the loss and what is recomputed.
+    `chunk_loss` is kept for each that differs in more than the chunks of the loss, what is recomputed and what the host
+    keeps.
     """
 
     logical: LogicalGraph
@@ -37,7 +38,7 @@ class LowerAlike:
 
     def _in_front(self, strategy: Strategy, passes: list[GraphPass]) -> AnnotatedGraph:
         """A graph of one's own."""
-        key = replace(strategy, remat=None, chunks=1)
+        key = replace(strategy, remat=None, offload=0.0, chunks=1)
         if key not in self._reached:
             self._reached[key] = run_passes(self.logical, key, passes, None, verified=False)[0]
         found = self._reached[key]

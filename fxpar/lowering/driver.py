@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import operator
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,12 +17,12 @@ from torch import fx
 
 from fxpar.annotate.bins import check_bins
 from fxpar.annotate.module_rules import check_rules
-from fxpar.errors import GivenPassesError, NotYetError, VerifyError
+from fxpar.errors import GivenPassesError, NothingToOffloadError, NotYetError, VerifyError
 from fxpar.flow import padding_hazard
-from fxpar.ir.exec_graph import ExecGraph, Outline, Part, PlainGraph, cut_part
+from fxpar.ir.exec_graph import ExecGraph, Outline, Part, PlainGraph, Program, cut_part
 from fxpar.ir.graph import AnnotatedGraph, ForwardGraph, LogicalGraph
-from fxpar.ir.node_meta import phase_of
-from fxpar.ir.pass_base import GraphPass, ancestors
+from fxpar.ir.node_meta import fqn_of, is_on_host, phase_of
+from fxpar.ir.pass_base import GraphPass, ancestors, whole_forward
 from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering.ladder import (
@@ -37,6 +37,7 @@ from fxpar.lowering.ladder import (
 )
 from fxpar.lowering.pipeline import cut, fields_of_blocks, lower_pipeline, strategy_of_stage
 from fxpar.lowering.teams import lower_teams
+from fxpar.passes.offload import Offload
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.passes.reduce_gradients import ReduceGradients
 from fxpar.passes.reuse_buffers import SAME_STORAGE
@@ -71,9 +72,9 @@ def lower(
 
     A strategy with pp gives a `PipelineGraph`, teams side by side a `TeamsGraph`, any other an `ExecGraph`.
 
-    Raises StrategySyntaxError, NotYetError, OverrideError, RematGlobError, RematBudgetError, GivenPassesError,
-    RuleGlobError, RuleConflictError, RuleHeadsError, BinsError, TeamsBufferError, the PassContractError for what is no
-    pass, the errors of `fxpar.stages.cut_stages`; VerifyError for a bug in a pass.
+    Raises StrategySyntaxError, NotYetError, OverrideError, RematGlobError, RematBudgetError, NothingToOffloadError,
+    GivenPassesError, RuleGlobError, RuleConflictError, RuleHeadsError, BinsError, TeamsBufferError, PassContractError
+    for what is no pass, the errors of `fxpar.stages.cut_stages`; VerifyError for a bug in a pass.
     """
     strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
     options: dict[str, Any] = {"storage": storage, "for_store": for_store, "sizes": sizes}
@@ -90,10 +91,13 @@ def lower(
     check_rules(logical, strategy)
     check_bins(logical, strategy)
     if strategy.pipeline_size > 1:
-        return lower_pipeline(logical, strategy, ladder, on_pass, verified)
+        pipeline = lower_pipeline(logical, strategy, ladder, on_pass, verified)
+        _check_moved(pipeline, strategy, ladder)
+        return pipeline
     started = time.process_time()
     graph, report = run_passes(logical, strategy, ladder, on_pass, verified=verified)
     result = split_phases(graph)
+    _check_moved(result, strategy, ladder)
     result.timings["lower_cpu_s"] = _since(started, result)
     result.passes = report
     return result
@@ -182,6 +186,7 @@ def lower_forward(
     started = time.process_time()
     graph, report = run_passes(logical, strategy, ladder, on_pass)
     result = split_forward(graph, logical)
+    _check_moved(result, strategy, ladder)
     result.timings["lower_cpu_s"] = _since(started, result)
     result.passes = report
     return result
@@ -190,6 +195,25 @@ def lower_forward(
 def _since(started: float, result: ExecGraph | PlainGraph) -> float:
     """CPU seconds without the search for placements, which is counted apart."""
     return time.process_time() - started - result.timings.get("annotate_cpu_s", 0.0)
+
+
+def _check_moved(program: Program, strategy: Strategy, ladder: Sequence[GraphPass]) -> None:
+    """Raises NothingToOffloadError where a strategy, a rule of it, or a stage of its own moves nothing to the host
+    although there is a backward.
+    """
+    has_backward = any(out.kind == "grad" for out in program.outputs)
+    if not (strategy.most_offload and has_backward and any(step.name == Offload.name for step in ladder)):
+        return
+    if strategy.by_stage:
+        for stage, own in zip(program.placed, strategy.by_stage, strict=True):
+            _check_moved(stage, own, ladder)
+        return
+    nodes = (node for part in program.parts.values() for node in part.graph.nodes)
+    moves = {strategy.rule_of(fqn_of(node), "offload") for node in nodes if is_on_host(node)}
+    wanted = [rule for rule in (None, *range(len(strategy.rules))) if strategy.offload_of(rule) and rule not in moves]
+    if wanted:
+        rule = "" if wanted[0] is None else str(strategy.rules[wanted[0]])
+        raise NothingToOffloadError(str(strategy), rule, program.name)
 
 
 def _with_room_for_padding(logical: ForwardGraph) -> ForwardGraph:
@@ -236,8 +260,8 @@ def split_forward(graph: AnnotatedGraph, logical: ForwardGraph) -> PlainGraph:
     finals = list(zip(graph.results, graph.outputs, strict=True))
     returned = [node for node, out in finals if out.kind in ("value", "buffer")]
     gradients = [node for node, out in finals if out.kind not in ("value", "buffer")]
-    early = ancestors(returned)
     calls = [n for n in graph.graph.nodes if n.op == "call_function"]
+    early = whole_forward(ancestors(returned), calls)
     # One result of an op with several cannot be computed without the others.
     early.update(n for n in calls if n.target is operator.getitem and n.args[0] in early)
     tangents = {n for n, i in zip(graph.placeholders, graph.inputs, strict=True) if i.kind == "tangent"}

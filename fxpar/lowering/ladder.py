@@ -30,6 +30,7 @@ from fxpar.passes.insert_reshards import InsertReshards
 from fxpar.passes.lower_collectives import LowerCollectives
 from fxpar.passes.mask_padding import MaskPadding
 from fxpar.passes.narrow_gradients import NarrowGradients
+from fxpar.passes.offload import Offload
 from fxpar.passes.prefetch_gathers import PrefetchGathers
 from fxpar.passes.reduce_gradients import ReduceGradients
 from fxpar.passes.rematerialize import Rematerialize
@@ -55,6 +56,7 @@ def default_passes(
     reduce: torch.dtype | None = None,
 ) -> list[GraphPass]:
     """The ladder, in order; arguments as in `fxpar.lowering.driver`."""
+    at = tuple((sizes or {}).items())
     narrow = [NarrowGradients(reduce)] if for_store and reduce is not None else []
     return [
         Annotate(),
@@ -69,11 +71,12 @@ def default_passes(
         GlobalToLocal(),
         LowerCollectives(),
         ChunkLoss(),
-        Rematerialize(tuple((sizes or {}).items())),
+        Rematerialize(at),
         BucketCollectives(),
         ReuseBuffers(),
         SinkWaits(),
         PrefetchGathers(),
+        Offload(at),
         WriteInPlace(),
     ]
 

@@ -20,7 +20,7 @@ from fxpar.ir.dist_config import DistConfig, Partial
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import AnnotatedGraph, Output
 from fxpar.ir.markers import vary
-from fxpar.ir.node_meta import comm_of, dist_of, is_size, phase_of, tensor_of
+from fxpar.ir.node_meta import comm_of, dist_of, is_on_host, is_size, phase_of, tensor_of
 from fxpar.lowering.verify import misfit, writes
 
 
@@ -106,6 +106,11 @@ UNCHUNKED = Need(
     "chunk_loss has run",
     lambda graph: not any("chunk" in n.meta for n in _calls(graph)),
 )
+ON_DEVICE = Need(
+    "values that are all on the device",
+    "offload has run",
+    lambda graph: not any(is_on_host(n) for n in _calls(graph)),
+)
 UNPLACED = Need(
     "a graph without placements",
     "it has them",
@@ -129,6 +134,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "reuse_buffers": _LATE,
     "sink_waits": _LATE,
     "prefetch_gathers": _LATE,
+    "offload": (*_LATE, ON_DEVICE),
     "write_in_place": _LATE,
     "accumulate_gradients": (*_LATE, BODY),
 }

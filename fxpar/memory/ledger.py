@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from fxpar.memory.series import KINDS, NOTHING, Moment
+from fxpar.memory.series import HOST, KINDS, NOTHING, Moment
 
 _PLACE = {kind: i for i, kind in enumerate(KINDS)}
 
@@ -21,7 +21,8 @@ def _nothing() -> list[int]:
 class Ledger:
     """Storages with their holders counted, as Python counts references: one without any is free.
 
-    `moments` are those of the rank, all its stages together; `fullest` has one of each stage alone.
+    `moments` are those of the rank, all its stages together; `fullest` has one of each stage alone, `host` the most
+    bytes of each in memory of the host.
     """
 
     holders: Counter[Hashable] = field(default_factory=Counter)
@@ -30,6 +31,7 @@ class Ledger:
     whole: list[int] = field(default_factory=_nothing)
     moments: list[Moment] = field(default_factory=list)
     fullest: dict[int, Moment] = field(default_factory=lambda: defaultdict(lambda: NOTHING))
+    host: Counter[int] = field(default_factory=Counter)
 
     def take(self, key: Hashable, stage: int, kind: str, nbytes: int) -> None:
         """One more holder; the first one allocates."""
@@ -56,20 +58,23 @@ class Ledger:
             self.drop(key)
 
     def turn(self, key: Hashable, kind: str) -> None:
-        """What is held is for something else now."""
+        """What is held is for something else now; what lies on the host stays what it is."""
         stage, before, nbytes = self.held[key]
+        if before == HOST:
+            return
         self._add(stage, before, -nbytes)
         self._add(stage, kind, nbytes)
         self.held[key] = (stage, kind, nbytes)
 
     def nbytes(self, keys: Iterable[Hashable]) -> int:
-        """Bytes of different storages."""
-        return sum(self.held[key][2] for key in set(keys))
+        """Bytes of different storages of the device."""
+        return sum(nbytes for _, kind, nbytes in (self.held[key] for key in set(keys)) if kind != HOST)
 
     def look(self, stage: int, node: fx.Node | None, during: str, workspace: int = 0) -> None:
         """Note what the rank, and the stage, hold at this moment."""
         self.moments.append(Moment(node, tuple(self.whole), workspace, during))
         mine = Moment(node, tuple(self.sums[stage]), workspace, during)
+        self.host[stage] = max(self.host[stage], mine.host_bytes)
         if mine.total_bytes > self.fullest[stage].total_bytes:
             self.fullest[stage] = mine
 

@@ -12,8 +12,8 @@ import sympy
 from torch import fx
 
 from fxpar.ir.exec_graph import collective_kind
-from fxpar.ir.node_meta import is_backward
-from fxpar.memory.series import KINDS, Moment, Series
+from fxpar.ir.node_meta import is_backward, is_on_host
+from fxpar.memory.series import HOST, KINDS, Moment, Series
 from fxpar.memory.workspace import Conditions, workspace_bytes
 from fxpar.remat import Storages, saved_storages, trace_places
 
@@ -65,7 +65,11 @@ def _kinds(graph: fx.Graph, storages: Storages, saved: Collection[int]) -> dict[
 
 
 def kind_of(node: fx.Node, saved: bool) -> str:
-    """What the value of a call is for: "saved" or "forward", "again" (the forward's, in the backward), "backward"."""
+    """What the value of a call is for: "saved" or "forward", "again" (the forward's, in the backward), "backward",
+    "host".
+    """
+    if is_on_host(node):
+        return HOST
     if node.meta.get("again"):
         return "again"
     if is_backward(node):

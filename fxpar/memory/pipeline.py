@@ -28,8 +28,9 @@ def pipeline_over_time(
     sums_bytes: int = 0,
     positions: Sequence[int] | None = None,
 ) -> MemoryOverTime:
-    """All pipeline ranks (or those at `positions`), and the prediction for the fullest one with all their stages;
-    `micro_batches` per replica, by default one per pipeline rank. `sizes` are padded. Raises MicroBatchCountError.
+    """All pipeline ranks (or those at `positions`), and the prediction for the fullest one with all their stages, and
+    the most that any of them keeps on its host; `micro_batches` per replica, by default one per pipeline rank. `sizes`
+    are padded. Raises MicroBatchCountError.
     """
     ranks = program.strategy.pipeline_size
     plan = schedule_of(program, micro_batches or ranks)
@@ -61,6 +62,8 @@ def pipeline_over_time(
         stages += [replace(line, rank_peak_bytes=here.peak_bytes) for line in lines]
         found.append(RankMemory((place[0], place[-1]), here, peak.series))
     fullest = max((rank.prediction for rank in found), key=lambda prediction: prediction.peak_bytes)
+    host = max(rank.prediction.body.host_bytes for rank in found)
+    fullest = replace(fullest, body=replace(fullest.body, host_bytes=host))
     whole = replace(fullest, stages=tuple(sorted(stages, key=lambda stage: stage.stage)))
     return MemoryOverTime(whole, tuple(found))
 

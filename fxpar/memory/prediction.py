@@ -46,8 +46,8 @@ class MemoryPrediction:
     way home; `body`: the peak of one micro-batch above all that.
 
     With pipeline stages (`schedule` says in which order they run) `body` is the peak over all micro-batches of the
-    schedule, accumulators included, and `stages` has a line for each. `tokens` of a replica's micro-batch, by its token
-    ids; 0 without any.
+    schedule, accumulators included, its `host_bytes` those of the rank with most, and `stages` has a line for each.
+    `tokens` of a replica's micro-batch, by its token ids; 0 without any.
     """
 
     strategy: str
@@ -125,6 +125,7 @@ class MemoryPrediction:
             ("accumulators", summed, of),
             ("activations", body.forward_bytes + body.again_bytes, f"at the peak (%{body.node})"),
             ("for backward", body.saved_bytes, f"activations kept until their backward, at most{elsewhere}"),
+            ("host", body.host_bytes, "activations that wait in memory of the host, at most; not of the device"),
             ("per token", round(self.per_token_bytes), kept_per_token),
             ("backward", backward, with_),
             ("workspace", body.workspace_bytes, "of the kernel at the peak"),
@@ -135,7 +136,7 @@ class MemoryPrediction:
             ("reserved", self.reserved_bytes, "by an engine: without optimizer, staging beside a micro-batch"),
         ]
         left_out = {"messages": not staged, "sums": not self.sums_bytes}
-        left_out["per token"] = not self.tokens
+        left_out |= {"per token": not self.tokens, "host": not body.host_bytes}
         return [row for row in rows if not left_out.get(row[0])]
 
     def to_json(self) -> dict[str, Any]:

@@ -102,7 +102,8 @@ class _Walk:
                     self._backward(step)
                 self._count_saved()
         fullest = self.ledger.fullest
-        peaks = {stage: fullest[stage].peak(self.most_saved[stage]) for stage in self.stages}
+        host = self.ledger.host
+        peaks = {stage: fullest[stage].peak(self.most_saved[stage], host[stage]) for stage in self.stages}
         return RankPeak(Series(tuple(self.ledger.moments), self.most_saved[None]), peaks, self.saved)
 
     # ------------------------------------------------------------------------------------------------- messages

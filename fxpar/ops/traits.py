@@ -13,11 +13,12 @@ from typing import Any, Literal
 import torch
 
 from fxpar.errors import FxparError, OpContractError
-from fxpar.ops import attention, cross_entropy, dropout, embedding
+from fxpar.ops import attention, cross_entropy, dropout, embedding, host
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 assert attention, cross_entropy
 assert dropout, embedding
+assert host
 
 Computes = Literal["low", "fp32", "norm", "softmax", "loss", "loss_backward", "moves"]
 """What an op computes in under mixed precision: the low dtype; fp32, always; fp32 like norms, softmax or the loss,
@@ -64,7 +65,10 @@ RELABELS = {
 }
 """Results have the elements of operand 0, one to one, in its memory or in a copy of it."""
 
-KEEPS_ALL = RELABELS | {
+HOST_COPIES = {own.to_host.default, own.from_host.default}
+"""Copies over the link between a device and its host."""
+
+KEEPS_ALL = (RELABELS | HOST_COPIES) | {
     aten.expand.default,
     aten.repeat.default,
     aten.clone.default,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.ir.graph import TensorMeta
-from fxpar.ir.node_meta import input_kind, is_backward, is_size, local_meta, size_of
+from fxpar.ir.node_meta import input_kind, is_backward, is_on_host, is_size, local_meta, size_of
 from fxpar.remat.meta_values import META, MetaValues, is_same_call, meta_tensors
 
 c10d = torch.ops._c10d_functional
@@ -109,14 +109,16 @@ def saved_bytes(graph: fx.Graph, storages: Storages) -> int:
 
 
 def saved_storages(graph: fx.Graph, storages: Storages) -> frozenset[int]:
-    """Storages of forward values that the backward reads; parameters, what is made of them, and results left out."""
+    """Storages of forward values that the backward reads; parameters, what is made of them, results, and what lies on
+    the host left out.
+    """
     (output,) = graph.find_nodes(op="output")
     returned = {s for node in output.all_input_nodes for s in storages.of[node]}
     saved: set[int] = set()
     for node in graph.nodes:
         if is_backward(node) and node.op == "call_function":
             for operand in node.all_input_nodes:
-                if not is_backward(operand):
+                if not is_backward(operand) and not is_on_host(operand):
                     saved.update(storages.of[operand])
     return frozenset(saved - storages.borrowed - storages.weights - returned)
 

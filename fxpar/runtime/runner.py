@@ -18,6 +18,7 @@ from fxpar.passes.accumulate_gradients import accumulate
 from fxpar.passes.write_in_place import functional
 from fxpar.runtime.arrivals import Arrivals, hand_over, wait_before_use
 from fxpar.runtime.gloo import graph_of_rank
+from fxpar.runtime.host import CudaStreams, HostCopies, copy_beside_kernels
 from fxpar.torch_api.boxed import compile_boxed
 from fxpar.torch_api.inductor import compile_whole
 
@@ -49,6 +50,7 @@ class Runner(Generic[P]):
         self._groups, self._backend = groups, compile
         self._indices = {axis: program.mesh.index(rank, axis) for axis in token_axes(program)}
         self._compiled: dict[tuple[str, bool], Compiled] = {}
+        self._copies: HostCopies | None = None
 
     def move_to(self, tensors: Iterable[Tensor]) -> None:
         """Run where the first of these tensors is, if there are any."""
@@ -57,6 +59,7 @@ class Runner(Generic[P]):
             self.device = device
             self.constants = {name: value.to(device) for name, value in self.program.constants.items()}
             self._compiled.clear()
+            self._copies = None
 
     def fill(self, given: Mapping[str, Any]) -> list[Any]:
         """`inputs` and what is given by kind: tensors by FQN, or a number.
@@ -108,8 +111,16 @@ class Runner(Generic[P]):
                 accumulate(graph, keep)
             self.finish_graph(graph, part)
             make_tensors_on(graph, self.device)
+            if self._copies is None:
+                self._copies = self.host_copies()
+            if self._copies is not None and self._backend == "eager":
+                copy_beside_kernels(graph, self._copies)
             self._compiled[key] = compile_part(graph, "eager" if part.is_empty else self._backend)
         return self._compiled[key]
+
+    def host_copies(self) -> HostCopies | None:
+        """What copies between the device and its host, beside kernels; None: the ops do, one after the other."""
+        return HostCopies(CudaStreams(self.device)) if self.device.type == "cuda" else None
 
     def finish_graph(self, graph: fx.Graph, part: Part) -> None:
         """What a kind of runner still has to do to the graph of a part before it is compiled."""

@@ -17,7 +17,7 @@ from fxpar.errors import VerifyError
 from fxpar.ir.exec_graph import Part, cut_part
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
 from fxpar.ir.node_meta import is_backward, phase_of
-from fxpar.ir.pass_base import ancestors, with_chunks
+from fxpar.ir.pass_base import ancestors, whole_forward
 
 Slots = dict[str, dict[fx.Node, int]]
 
@@ -67,7 +67,7 @@ class _Splitter:
         ends = [n for n in self._ends("loss", "buffer") if not is_backward(n)]
         late_ends = [n for n in self._ends("loss", "grad", "buffer") if n not in set(ends)]
         body = [n for n in self.calls if self.phase[n] == "body"]
-        early = _with_siblings(with_chunks(ancestors([*sent, *ends]), body), body)
+        early = _with_siblings(whole_forward(ancestors([*sent, *ends]), body), body)
         self._check(early)
         needed = _with_siblings(ancestors(sent_grads), body)
         first = [n for n in body if n in early]

@@ -33,7 +33,7 @@ LEVELS = {
 }
 MOVING = {
     "saved": "saved activations",
-    "again": "recomputed",
+    "again": "recomputed or fetched",
     "forward": "forward temporaries",
     "backward": "backward temporaries",
     "result": "new gradients",
@@ -47,7 +47,7 @@ WHY = {
     "gradients": "as the optimizer sees them",
     "accumulators": "gradients of earlier micro-batches",
     "saved activations": "forward values that the backward reads",
-    "recomputed": "forward values, computed again in the backward",
+    "recomputed or fetched": "forward values, computed again or fetched from the host in the backward",
     "forward temporaries": "other values of the forward",
     "backward temporaries": "values of the backward",
     "new gradients": "of parameters; under pipeline stages what they add up in",

@@ -101,7 +101,7 @@ def roles_json(program: Program) -> list[dict[str, Any]]:
         {
             "stage": f"stage {number}: {part.strategy}" if strategy.by_stage else "",
             "atoms": list(part.strategy.atoms),
-            "modules": [[r.modules, r.count, r.roles, r.zero, r.remat] for r in module_roles(part)],
+            "modules": [[r.modules, r.count, r.roles, r.zero, r.saves] for r in module_roles(part)],
         }
         for number, part in enumerate(program.placed if strategy.by_stage else (program,))
     ]

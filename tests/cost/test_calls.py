@@ -24,6 +24,7 @@ from fxpar.tracer import capture
 from tests.captured import mlp
 from tests.cost.programs import DEVICE, DIM, FFN, LAYERS, NODE, PAIR, VOCAB, program
 
+own = torch.ops.fxpar
 PRODUCT_WEIGHTS = LAYERS * (4 * DIM * DIM + 3 * DIM * FFN) + DIM * VOCAB
 # Causal: 2 * E * len**2 per head forward (two products of 2 * len**2 * E, half of them), 2.5 times that backward.
 ATTENTION_PER_SQUARE = 3.5 * 2 * LAYERS * DIM
@@ -68,6 +69,21 @@ def test_calls_with_equal_operands_are_priced_once(monkeypatch):
     monkeypatch.setattr(calls, "_looks", lambda node: None)
     assert found == node_costs(lowered, NODE)
     assert len({id(one.seconds) for one in found}) < len(found) / 2
+
+
+def test_copies_to_the_host_take_its_link():
+    """Both ways, at the rate of the device's link; everything else costs what it does without them."""
+    lowered = program("dp4+offload")
+    plain, moved = node_costs(program("dp4"), NODE), node_costs(lowered, NODE)
+    (dim,), copies = lowered.dims, [call for call in moved if call.kind == "host"]
+    values = [n.meta["local"] for n in lowered.parts["body"].graph.nodes if n.target is own.to_host.default]
+    nbytes = sum(value.numel({dim.symbol: 4096}) * value.dtype.itemsize for value in values)
+    assert float(sum(call.nbytes.at(4096) for call in copies)) == pytest.approx(2 * nbytes)
+    device = replace(DEVICE, host_gb_per_s=10.0, launch_us=0.0)
+    found = node_costs(lowered, replace(NODE, device=device))
+    seconds = float(sum(call.seconds.at(4096) for call in found if call.kind == "host"))
+    assert seconds == pytest.approx(2 * nbytes / 10e9)
+    assert [call for call in moved if call.kind == "product"] == [call for call in plain if call.kind == "product"]
 
 
 def test_what_tells_products_apart():

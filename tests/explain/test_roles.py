@@ -44,7 +44,7 @@ def test_modules_that_do_the_same_are_one_line(strategy):
     lines = [
         f"{one.modules or 'all'} x{one.count}: {' '.join(one.roles)}"
         + (f", zero{one.zero}" if one.zero else "")
-        + (f", {one.remat}" if one.remat else "")
+        + (f", {one.saves}" if one.saves else "")
         for one in module_roles(program)
     ]
     assert lines == TABLES[strategy]

@@ -56,7 +56,9 @@ def strategies(draw) -> Strategy:
     globs = draw(st.dictionaries(st.text(string.ascii_lowercase + ".*", min_size=1), st.sampled_from(PLACEMENTS)))
     flags = draw(st.booleans()), draw(st.integers(0, 3)), tuple(globs.items()), draw(remats())
     assume(math.prod(dict(axes).values()) <= MOST_RANKS)
-    return Strategy(axes, *flags, draw(pipelines(dict(axes).get("pp", 1))), chunks=draw(st.integers(1, MOST_CHUNKS)))
+    pipeline, chunks = draw(pipelines(dict(axes).get("pp", 1))), draw(st.integers(1, MOST_CHUNKS))
+    offload = draw(st.one_of(st.just(0.0), st.just(1.0), st.integers(1, 10**6).map(lambda share: share / 10**6)))
+    return Strategy(axes, *flags, pipeline, chunks=chunks, offload=offload)
 
 
 @given(strategies())
@@ -275,6 +277,15 @@ SYNTAX = [
     ("tp2+remat(200MiB)", "'remat(200MiB)'", "'200MiB' is not a size"),
     ("tp2+remat(0MB)", "'remat(0MB)'", "a budget is at least 1 byte"),
     ("tp2+remat(a b)", "'remat(a b)'", "'a b' says nothing about recomputation"),
+    ("tp2+offload(0)", "'offload(0)'", "'0' is no share of what is saved; write one above 0 and up to 1"),
+    ("tp2+offload(0.0)", "'offload(0.0)'", "'0.0' is no share"),
+    ("tp2+offload(1.5)", "'offload(1.5)'", "'1.5' is no share"),
+    ("tp2+offload(-0.5)", "'offload(-0.5)'", "'-0.5' is no share"),
+    ("tp2+offload(nan)", "'offload(nan)'", "'nan' is no share"),
+    ("tp2+offload()", "'offload()'", "'' is no share"),
+    ("tp2+offload(\u0661)", "'offload(\u0661)'", "is no share"),  # a digit, but none of ASCII
+    ("tp2+offload+offload", "'tp2+offload+offload'", "flag 'offload' is given twice"),
+    ("tp2+ofload", "'ofload'", "did you mean 'offload'?"),
     ("tp2+chunks", "'chunks'", "write in how many chunks of tokens the loss runs, such as chunks(16)"),
     ("tp2+chunks(0)", "'chunks(0)'", "the loss runs in 1 to 64 chunks"),
     ("tp2+chunks(65)", "'chunks(65)'", "the loss runs in 1 to 64 chunks"),

@@ -1,21 +1,34 @@
-"""The true peak of a program's body: every allocation of the process, those inside of kernels too."""
+"""The true peak of a program's body: every allocation of the process, those inside of kernels too.
+
+    python -m tests.memory.measured llama 512 dp1 dp1+offload --set layers=4 --set dim=128
+
+prints it beside the predicted one. What a program moves to the host lies in memory that torch does not count.
+"""
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import tempfile
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from fxpar.ir.exec_graph import ExecGraph
+from fxpar.lowering import lower
+from fxpar.memory import program_peak
 from fxpar.models import load
-from fxpar.runtime import bind
+from fxpar.runtime.bound import BoundGraph
+from fxpar.runtime.host import HostCopies
 from fxpar.runtime.micro import as_one_sequence, local_batch
 from fxpar.runtime.padding import pad
 from fxpar.tracer import capture
@@ -31,6 +44,35 @@ def model(spec: str, tokens: int, dtype: str = "float32", **options: str) -> Cap
     return Captured(graph, loaded.params(), loaded.buffers(), loaded.batches)
 
 
+class _Host:
+    """Memory that torch does not count, and one stream for all: copies end at once."""
+
+    def stream(self) -> Any:
+        return SimpleNamespace(wait_stream=lambda other: None, wait_event=lambda event: None, record_event=lambda: None)
+
+    kernels = stream
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def on_host(self, x: Tensor) -> Tensor:
+        memory = torch.from_numpy(np.empty(x.numel() * x.element_size(), np.uint8))
+        return memory.view(x.dtype).as_strided(x.shape, x.stride())
+
+    def on_device(self, x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    def keep(self, x: Tensor, stream: Any) -> None:
+        pass
+
+
+class BesideHost(BoundGraph):
+    """A program whose device is the CPU, and whose host has memory of its own."""
+
+    def host_copies(self) -> HostCopies:
+        return HostCopies(_Host())
+
+
 def body_bytes(captured: Captured, program: ExecGraph, micro_batches: int = 1) -> int:
     """Bytes above the level before the last micro-batch at its peak, on the first rank. The other ranks are not there:
     collectives allocate their results and leave them as they are, as they do where a network card moves the data.
@@ -44,7 +86,7 @@ def body_bytes(captured: Captured, program: ExecGraph, micro_batches: int = 1) -
     batch = local_batch(program, pad(program, as_one_sequence(program.inputs, captured.batches[0], 0)), 0)
     dist.init_process_group("fake", rank=0, world_size=strategy.world)
     try:
-        bound = bind(program, 0, ProcessGroups().names(strategy.mesh, program.axes()))
+        bound = BesideHost(program, 0, ProcessGroups().names(strategy.mesh, program.axes()))
         _run(bound, params, captured, batch, micro_batches)  # kernels allocate scratch that they keep, the first time
         return _run(bound, params, captured, batch, micro_batches)
     finally:
@@ -80,3 +122,24 @@ def allocated_bytes(count: int) -> int:
         del first
         torch.empty(count // 2, dtype=torch.uint8)
     return peak_bytes(profiler)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("tokens", type=int)
+    parser.add_argument("strategies", nargs="+")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    captured = model(args.model, args.tokens, **dict(pair.split("=") for pair in args.set))
+    for strategy in args.strategies:
+        program = lower(captured.graph, strategy)
+        assert isinstance(program, ExecGraph)
+        peak, measured = program_peak(program, captured.graph.example_dims()), body_bytes(captured, program)
+        words = f"predicted {peak.total_bytes / 1e6:.1f} MB, measured {measured / 1e6:.1f} MB"
+        print(f"{strategy}: {words}, on the host {peak.host_bytes / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()

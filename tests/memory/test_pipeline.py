@@ -163,6 +163,16 @@ def test_tied_weights_are_on_both_ranks():
     assert first.weight_bytes + last.weight_bytes == whole + embedding.numel() * embedding.element_size()
 
 
+def test_each_micro_batch_in_flight_waits_on_the_host():
+    """The first stage of two has two of them, the last one one; what it says of the device is without them."""
+    found = [predict_memory(staged("pp2+offload"), micro_batches=count) for count in (1, 4)]
+    (alone, last), (first, again) = (prediction.stages for prediction in found)
+    assert (first.in_flight, first.peak.host_bytes) == (2, 2 * alone.peak.host_bytes)
+    assert (again.in_flight, again.peak.host_bytes) == (1, last.peak.host_bytes)
+    assert found[1].body.host_bytes == first.peak.host_bytes > 0
+    assert first.saved_bytes < 0.2 * predict_memory(staged("pp2"), micro_batches=4).stages[0].saved_bytes
+
+
 def test_sizes_and_sums():
     program = staged("cp2.pp2")
     (dim,) = program.dims

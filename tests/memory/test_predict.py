@@ -13,6 +13,7 @@ from fxpar.errors import ClusterError, DimNameError
 from fxpar.ir.graph import TensorMeta, dim_symbol
 from fxpar.lowering import lower
 from fxpar.memory import Conditions, body_series, predict_memory, program_peak
+from fxpar.memory.predict import program_series
 from fxpar.passes.pack_documents import pack_documents
 from fxpar.store import home_layout, param_specs
 from fxpar.switch.node_first import NodeFirstPlan, cheapest_reduction
@@ -33,6 +34,8 @@ CASES = [
     ("llama", 256, "bfloat16", SIZES, "tp2+remat", 1),
     ("llama", 256, "float32", SIZES | {"vocab": "4096"}, "dp1+chunks(8)", 2),
     ("llama", 256, "bfloat16", SIZES | {"vocab": "4096"}, "tp2+sp+chunks(4)", 1),
+    ("llama", 256, "float32", SIZES, "dp1+offload", 2),
+    ("llama", 256, "float32", SIZES | {"layers": "4"}, "tp2+sp+offload(0.6)", 1),
     ("gpt", 256, "float32", {}, "dp1+remat", 1),
     ("gpt", 256, "float32", {}, "tp2", 2),
     ("vit", 16, "float32", {}, "tp2+remat", 2),
@@ -42,7 +45,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("spec", "tokens", "dtype", "options", "strategy", "micro_batches"),
-    thinned(CASES, [CASES[i] for i in (0, 2, 3, 4, 7, 8, 12)]),
+    thinned(CASES, [CASES[i] for i in (0, 2, 3, 4, 7, 8, 10, 14)]),
 )
 def test_peak(spec, tokens, dtype, options, strategy, micro_batches):
     """Within a tenth of a run's peak."""
@@ -56,6 +59,20 @@ def test_peak(spec, tokens, dtype, options, strategy, micro_batches):
     ).total_bytes
     measured = body_bytes(captured, program, micro_batches)
     assert 0.9 * measured <= predicted <= 1.1 * measured
+
+
+def test_what_waits_on_the_host_is_a_figure_of_its_own():
+    """It is no longer on the device, where what a block needs comes back in its place."""
+    plain, moved = (lower(llama(layers=2).graph, strategy) for strategy in ("dp1", "dp1+offload"))
+    before, after = (program_peak(program, llama(layers=2).graph.example_dims()) for program in (plain, moved))
+    assert before.host_bytes == 0 < after.host_bytes
+    assert after.saved_bytes < 0.2 * before.saved_bytes
+    assert after.saved_bytes + after.host_bytes == before.saved_bytes
+    assert after.total_bytes < before.total_bytes
+    series = program_series(moved, llama(layers=2).graph.example_dims())
+    assert after.total_bytes == max(moment.total_bytes for moment in series.moments)
+    prediction = predict_memory(lower(llama(layers=2).graph, "dp1+offload", for_store=True))
+    assert ("host", after.host_bytes) in [row[:2] for row in prediction.rows()]
 
 
 def test_the_measurement_measures():

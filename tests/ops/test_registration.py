@@ -27,6 +27,8 @@ SCHEMAS = [
     "Tensor lse) -> Tensor dlogits",
     "fxpar::dropout(Tensor x, Tensor seed, Tensor[] offsets, float p, int salt) -> Tensor",
     "fxpar::embedding(Tensor weight, Tensor ids, Tensor row_ids) -> Tensor",
+    "fxpar::from_host(Tensor x, *, Device? device=None) -> Tensor",
+    "fxpar::to_host(Tensor x) -> Tensor",
     "fxpar::embedding_backward(Tensor grad, Tensor ids, Tensor row_ids, int padding_idx) -> Tensor",
 ]
 

@@ -27,7 +27,7 @@ from tests.runtime.hot import adamw, largest_error, loss_error, make_llama, one_
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 on_both = pytest.mark.parametrize("device", ["cpu", GPU])
 on_gpu = pytest.mark.parametrize("device", [GPU])
-STRATEGIES = {16: "dp1", 512: "dp1+remat"}
+STRATEGIES = {16: "dp1+offload", 512: "dp1+remat"}
 LENGTHS = (5, 60, 33, 17, 130, 8, 1)
 
 

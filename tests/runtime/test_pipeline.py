@@ -102,7 +102,7 @@ def test_zero_with_unequal_numbers_of_micro_batches(strategy):
     "strategy",
     [
         pytest.param("pp2+remat", marks=pytest.mark.nightly),
-        "pp2+zb_h1+remat(selective)",
+        "pp2+zb_h1+remat(selective)+offload",
         pytest.param("pp2.tp2+sp+zb_h1+remat(*.ffn)", marks=pytest.mark.nightly),
         "pp2+remat(layers.0.ffn)",  # on the first stage only
     ],

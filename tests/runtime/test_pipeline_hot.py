@@ -75,7 +75,7 @@ NIGHTLY = {
     "tied, chain": Case(TIED, {"strategies": PIPELINES, "gradients": "chain"}, tied),
     **{name: Case(BATCHES[:1], options, deep) for name, options in OPTIONS.items()},
     "interleaved": Case(
-        BATCHES[:1], {"strategies": {64: "dp2.pp2+interleaved_1f1b+zero2", 512: "pp2.cp2+remat"}}, deep
+        BATCHES[:1], {"strategies": {64: "dp2.pp2+interleaved_1f1b+zero2", 512: "pp2.cp2+remat+offload"}}, deep
     ),
     "other cuts": Case(
         BATCHES,

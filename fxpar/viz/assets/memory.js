@@ -11,7 +11,7 @@
     "gradients": ["#d6dbe2", "#2f3640", "x"],
     "accumulators": ["#b9a98f", "#6b5d45", ""],
     "saved activations": ["#2f6fd0", "#5b93ea", ""],
-    "recomputed": ["#128a7c", "#3fbcae", "/"],
+    "recomputed or fetched": ["#128a7c", "#3fbcae", "/"],
     "forward temporaries": ["#8fb8f0", "#2d5591", ""],
     "backward temporaries": ["#d98324", "#e39a4a", "\\"],
     "new gradients": ["#b8447f", "#e07cae", ""],

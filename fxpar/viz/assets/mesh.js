@@ -302,9 +302,9 @@
   // Which modules use which ranks for what.
   function roles(found) {
     const cell = (role) => el("span", { class: `mesh-role ${role.split("+")[0]}`, "data-role": role }, role);
-    const rows = found.modules.map(([modules, number, uses, zero, remat]) => [
+    const rows = found.modules.map(([modules, number, uses, zero, saves]) => [
       el("span", { class: "mono" }, broken(modules || "all modules")), number > 1 ? `× ${number}` : "",
-      ...uses.map(cell), zero ? `ZeRO-${zero}` : "", remat]);
+      ...uses.map(cell), zero ? `ZeRO-${zero}` : "", saves]);
     const columns = [{ title: "modules" }, { title: "" }, ...found.atoms.map((atom) => ({ title: atom })), { title: "" }, { title: "" }];
     const title = `What modules use the ranks for${found.stage ? `, ${found.stage}` : ""}`;
     return el("div", { class: "card", "data-roles": found.modules.length }, el("h2", {}, title),
