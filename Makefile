@@ -69,7 +69,7 @@ test-docs: setup
 test-titan: setup
 	$(PYTEST) -m "not nightly and (titan or not benchmarks)" tests/titan tests/recipes tests/benchmarks $(PYTEST_ARGS)
 
-# Twenty times as many examples of each property, and the cases that are too many for every run: an hour.
+# Many times as many examples of each property, and the cases that are too many for every run: an hour.
 test-nightly: setup
 	$(PYTEST) -m "nightly or hypothesis" --hypothesis-profile=nightly $(PYTEST_ARGS)
 
