@@ -14,9 +14,7 @@ NIGHTLY: dict[str, tuple[str, ...]] = {
         "test_no_alternative_beats_the_optimum[mlp-tp4-tp]",
         "test_key_value_heads_that_do_not_divide",  # test_narrow.py
     ),
-    "annotate/test_dims.py": (
-        "test_rows_and_tokens[cp2.tp2+sp]",
-    ),
+    "annotate/test_dims.py": ("test_rows_and_tokens[cp2.tp2+sp]",),
     "annotate/test_driver.py": (
         "test_annotations_type_check[dp2.cp2.tp2+sp+zero3]",
         "test_fused_projections_are_cut_part_by_part[chunk-4-4]",
@@ -154,7 +152,5 @@ NIGHTLY: dict[str, tuple[str, ...]] = {
     "titan/test_runs.py": (
         "test_strategies_from_the_command_line",  # recipes/test_recipes.py
     ),
-    "transport/test_failures.py": (
-        "test_a_missing_peer_is_named[die]",
-    ),
+    "transport/test_failures.py": ("test_a_missing_peer_is_named[die]",),
 }
