@@ -54,7 +54,6 @@ NIGHTLY: dict[str, tuple[str, ...]] = {
         "test_a_fused_projection_is_cut_over_all_ranks[2-tp4]",
     ),
     "checking/test_driver.py": (
-        "test_odd_modules[tp2-counter]",
         "test_odd_modules[cp2-sizes]",
         "test_odd_modules[dp4+zero3-counter]",
         "test_odd_models_on_tokens[dp3-adapted]",
@@ -63,33 +62,44 @@ NIGHTLY: dict[str, tuple[str, ...]] = {
     ),
     "checking/test_terms.py": ("test_terms_that_cancel_are_no_mismatch[tp2+sp]",),
     "checkpoint/test_resume.py": ("test_other_numbers_of_ranks[True]",),
-    "cli/test_diff.py": ("test_no_number_is_lost_in_a_narrow_terminal[44]",),
+    "cli/test_cache.py": ("test_a_prediction_of_memory_is_kept[tp2]",),
+    "cli/test_check.py": (
+        "test_in_another_precision",  # precision/test_sharded.py
+    ),
+    "cli/test_diff.py": ("test_no_number_is_lost_in_a_narrow_terminal[60]",),
     "cli/test_explain.py": (
         "test_sixty_columns[words0]",
         "test_sixty_columns[words2]",
     ),
     "cli/test_figures.py": (
-        "test_dump_and_explain_agree[dp4]",
         "test_dump_and_explain_agree[tp4+sp]",
-        "test_all_commands_say_the_same[tp2+sp-padded]",
         "test_diff_agrees[dp4-tp4+sp]",
+        "test_all_commands_say_the_same[dp2.cp2-padded]",
+        "test_dump_and_explain_agree[dp2.tp2+zero3]",
+        "test_replicas_send_once_and_tp_per_token",  # annotate/test_megatron.py, passes/test_data_passes.py
+        "test_sp_sends_about_the_same_and_holds_less",  # annotate/test_megatron.py, memory/test_predict.py
     ),
     "cli/test_graph_files.py": (
         "test_a_file_dumps_like_its_model[logical-words1]",
         "test_a_file_dumps_like_its_model[logical-words2]",
-        "test_a_file_dumps_like_its_model[annotated-words4]",
         "test_a_file_dumps_like_its_model[exec-words6]",
         "test_a_file_dumps_like_its_model[exec-words7]",
         "test_a_file_dumps_like_its_model[pipeline-words9]",
         "test_a_file_dumps_like_its_model[pipeline-words10]",
         "test_check[annotated-words1]",
         "test_check[pipeline-words3]",
+        "test_memory_and_switch",  # cli/test_memory.py has tokens of a graph file
+        "test_batches_of_an_own_function_have_their_values[cached]",
     ),
     "cli/test_memory.py": (
         "test_who_pads_the_tokens[tp2-77-llama under tp2, 2 ranks, T = 77]",
         "test_who_pads_the_tokens[tp2+sp-78-llama under tp2+sp, 2 ranks, T = 78]",
         "test_who_pads_the_tokens[tp2+sp,cp2-77-llama, T = 77, rounded up to 78; the]",
     ),
+    "cli/test_plan_verify.py": (
+        "test_a_plan_is_run_and_measured",  # test_docs.py runs the command of docs/plan.md
+    ),
+    "cli/test_switch.py": ("test_a_model_with_a_table_in_fp32_is_sent_in_bf16[words1]",),
     "cost/test_calls.py": (
         "test_flops_are_the_textbook_ones[tp4]",
         "test_flops_are_the_textbook_ones[dp2.tp2]",

@@ -80,6 +80,7 @@ def test_roles_of_parts():
         ("tp4[*.attn: cp2.tp2]", 2),  # the strategy itself cuts no tokens
         ("tp4[*.attn: cp2.tp2; *.mlp: tp2.cp2]", 4),  # each rule cuts another part
         ("cp2.tp2[*.attn: tp4; *.mlp: +zero3]", 2),
+        ("tp4[*.mlp: tp4+sp]", 4),  # sp is of the rule
         ("tp2 > tp2[*.attn: cp2] > rows3", 6),
     ],
 )
