@@ -51,11 +51,11 @@ test: setup
 
 # Every benchmark in its tiny form.
 test-benchmarks: setup
-	$(PYTEST_ALONE) -m "benchmarks and not titan" tests/benchmarks $(PYTEST_ARGS)
+	$(PYTEST_ALONE) -m "benchmarks and not (titan or nightly)" tests/benchmarks $(PYTEST_ARGS)
 
 # The pages of `fxpar viz`, and the search of the documentation, in a headless Chromium; skipped without one.
 test-browser: setup
-	$(PYTEST) -m browser tests/viz tests/docs/test_site.py $(PYTEST_ARGS)
+	$(PYTEST) -m "browser and not nightly" tests/viz tests/docs/test_site.py $(PYTEST_ARGS)
 
 # Every way to build, install and import the package.
 test-packaging: setup
