@@ -1,8 +1,8 @@
 """What `make test-nightly` runs alone, beside the cases that tests thin out themselves (`tests/repeat.py`).
 
-By file: tests, or single cases of one, that take a good part of a second or more and find nothing that a case which
-runs by day does not find: another case of the same test, or what is named behind them. No line of the library is
-covered by them alone (D85). `tests/conftest.py` marks them, and refuses names of no test.
+By file: tests, or single cases of one, that take a good part of a second or more and look at what a case that runs by
+day looks at too: another case of the same test, or what is named behind them (D85). `tests/conftest.py` marks them,
+and refuses names of no test.
 """
 
 from __future__ import annotations
