@@ -59,7 +59,7 @@ test-browser: setup
 
 # Every way to build, install and import the package.
 test-packaging: setup
-	$(PYTEST) -m packaging tests/test_packaging.py $(PYTEST_ARGS)
+	$(RUN) -m pytest -m packaging tests/test_packaging.py $(PYTEST_ARGS)
 
 # Every code block of README.md and docs/, the example package, and the examples.
 test-docs: setup
