@@ -342,8 +342,6 @@ NIGHTLY: dict[str, tuple[str, ...]] = {
     "stages/test_cut.py": (
         "test_bits[llama]",
         "test_bits[mlp]",
-        "test_bits[norms]",
-        "test_bits[recomputed]",
     ),
     "stages/test_parts.py": (
         "test_gradients_are_in_the_backward[dp2.cp2]",
