@@ -23,7 +23,7 @@ import pytest
 from hypothesis import settings
 
 from tests.longest import LONGEST
-from tests.nightly import NIGHTLY as AT_NIGHT
+from tests.nightly import AT_NIGHT
 from tests.repeat import EVERY_RUN, NIGHTLY
 
 # Captures and lowerings make millions of objects that stay: looking through them again and again takes time.

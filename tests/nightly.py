@@ -7,7 +7,7 @@ and refuses names of no test.
 
 from __future__ import annotations
 
-NIGHTLY: dict[str, tuple[str, ...]] = {
+AT_NIGHT: dict[str, tuple[str, ...]] = {
     "annotate/test_alternatives.py": (
         "test_no_alternative_beats_the_optimum[llama-cp2-cp]",
         "test_no_alternative_beats_the_optimum[llama-tp2+sp-tp]",
