@@ -51,15 +51,15 @@ test: setup
 
 # Every benchmark in its tiny form.
 test-benchmarks: setup
-	$(PYTEST_ALONE) -m "benchmarks and not titan" tests/benchmarks $(PYTEST_ARGS)
+	$(PYTEST_ALONE) -m "benchmarks and not (titan or nightly)" tests/benchmarks $(PYTEST_ARGS)
 
 # The pages of `fxpar viz`, and the search of the documentation, in a headless Chromium; skipped without one.
 test-browser: setup
-	$(PYTEST) -m browser tests/viz tests/docs/test_site.py $(PYTEST_ARGS)
+	$(PYTEST) -m "browser and not nightly" tests/viz tests/docs/test_site.py $(PYTEST_ARGS)
 
 # Every way to build, install and import the package.
 test-packaging: setup
-	$(PYTEST) -m packaging tests/test_packaging.py $(PYTEST_ARGS)
+	$(RUN) -m pytest -m packaging tests/test_packaging.py $(PYTEST_ARGS)
 
 # Every code block of README.md and docs/, the example package, and the examples.
 test-docs: setup
@@ -69,7 +69,7 @@ test-docs: setup
 test-titan: setup
 	$(PYTEST) -m "not nightly and (titan or not benchmarks)" tests/titan tests/recipes tests/benchmarks $(PYTEST_ARGS)
 
-# Twenty times as many examples of each property, and the cases that are too many for every run: an hour.
+# Many times as many examples of each property, and the cases that are too many for every run: an hour.
 test-nightly: setup
 	$(PYTEST) -m "nightly or hypothesis" --hypothesis-profile=nightly $(PYTEST_ARGS)
 

@@ -23,6 +23,7 @@ import pytest
 from hypothesis import settings
 
 from tests.longest import LONGEST
+from tests.nightly import AT_NIGHT
 from tests.repeat import EVERY_RUN, NIGHTLY
 
 # Captures and lowerings make millions of objects that stay: looking through them again and again takes time.
@@ -35,8 +36,10 @@ settings.register_profile("nightly", parent=settings.get_profile("fxpar"), max_e
 settings.load_profile("ci" if os.environ.get("CI") else "fxpar")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first. Skip the tests marked `gpu` where torch sees no CUDA GPU."""
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not name
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is nightly. Put the longest files first. Skip the tests marked `gpu` where torch sees no CUDA GPU."""
+    _mark_nightly(items, whole_files=not any("::" in arg for arg in config.args))
     places = {f"tests/{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
@@ -47,6 +50,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; torch sees none"))
+
+
+def _mark_nightly(items: list[pytest.Item], whole_files: bool) -> None:
+    """By `tests/nightly.py`; where files were collected whole, a name there that is no test or case is an error."""
+    ids = [item.nodeid.removeprefix("tests/").partition("::") for item in items]
+    left = {(file, name) for file in {file for file, _, _ in ids} for name in AT_NIGHT.get(file, ())}
+    for item, (file, _, case) in zip(items, ids, strict=True):
+        for name in {case, case.partition("[")[0]}.intersection(AT_NIGHT.get(file, ())):
+            item.add_marker(pytest.mark.nightly)
+            left.discard((file, name))
+    if left and whole_files:
+        raise pytest.UsageError(f"tests/nightly.py names what is no test: {sorted(left)}")
 
 
 @pytest.fixture(autouse=True)

@@ -45,17 +45,7 @@ STRATEGIES = [
     "dp2.cp2+zero3",
     "dp2.tp3+zero2",
 ]
-EVERY_RUN = [
-    "tp3",
-    "tp2+sp",
-    "tp3+sp",
-    "cp3",
-    "cp2.tp2+sp",
-    "dp4+zero1",
-    "dp4+zero3",
-    "dp2.tp2+sp+zero3",
-    "dp2.cp2+zero3",
-]
+EVERY_RUN = ["tp3+sp", "cp3", "cp2.tp2+sp", "dp4+zero1", "dp2.cp2+zero3"]
 FEW = ["dp3", "tp2", "tp3", "tp2+sp", "cp2", "dp2.cp2+zero1", "dp2.tp2+sp+zero3"]
 
 
@@ -70,7 +60,7 @@ def test_llama(strategy):
     assert_exact(llama().check(strategy))
 
 
-@pytest.mark.parametrize("strategy", thinned([*FEW, "cp4", "cp2.tp2+sp", "dp2.tp3+zero2"], ["cp4", "dp2.tp3+zero2"]))
+@pytest.mark.parametrize("strategy", thinned([*FEW, "cp4", "cp2.tp2+sp", "dp2.tp3+zero2"], ["dp2.tp3+zero2"]))
 def test_gpt_with_dropout(strategy):
     """Fused q, k, v, LayerNorm, biases, tied head, and the same dropout masks on any mesh."""
     assert_exact(gpt().check(strategy))
@@ -78,13 +68,13 @@ def test_gpt_with_dropout(strategy):
 
 @pytest.mark.parametrize(
     ("strategy", "kv_heads"),
-    thinned(itertools.product(["tp2", "tp4", "tp2+sp", "cp2", "dp2.cp2+zero1"], [1, 4]), [("tp2+sp", 1), ("cp2", 4)]),
+    thinned(itertools.product(["tp2", "tp4", "tp2+sp", "cp2", "dp2.cp2+zero1"], [1, 4]), [("tp2+sp", 1)]),
 )
 def test_key_value_heads(kv_heads, strategy):
     assert_exact(llama(kv_heads=kv_heads, layers=1).check(strategy))
 
 
-@pytest.mark.parametrize("strategy", thinned(["tp3", "tp2+sp", "cp2", "dp2.tp2+sp+zero3"], ["tp3", "dp2.tp2+sp+zero3"]))
+@pytest.mark.parametrize("strategy", thinned(["tp3", "tp2+sp", "cp2", "dp2.tp2+sp+zero3"], ["dp2.tp2+sp+zero3"]))
 def test_tied_embeddings(strategy):
     assert_exact(llama(tied=True).check(strategy))
 
@@ -111,7 +101,7 @@ def test_odd_models_on_tokens(name, strategy):
     assert_exact(odd(name).check(strategy))
 
 
-@pytest.mark.parametrize("strategy", ["tp2.dp2", "cp3.tp2", "dp2.cp2.tp2+sp+zero3"])
+@pytest.mark.parametrize("strategy", thinned(["tp2.dp2", "cp3.tp2", "dp2.cp2.tp2+sp+zero3"], ["cp3.tp2"]))
 def test_rank_orders_and_three_axes(strategy):
     assert_exact(fused("split", 6, 3).check(strategy))
     assert_exact(mlp("sigmoid").check(strategy))

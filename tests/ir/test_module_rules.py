@@ -75,6 +75,20 @@ def test_roles_of_parts():
     assert Strategy.parse("cp4+zero3[*.attn: cp2.tp2]").data_axes_of("layers.0.mlp.up") == "cp"
 
 
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("tp4[*.attn: cp2.tp2]", 2),  # the strategy itself cuts no tokens
+        ("tp4[*.attn: cp2.tp2; *.mlp: tp2.cp2]", 4),  # each rule cuts another part
+        ("cp2.tp2[*.attn: tp4; *.mlp: +zero3]", 2),
+        ("tp4[*.mlp: tp4+sp]", 4),  # sp is of the rule
+        ("tp2 > tp2[*.attn: cp2] > rows3", 6),
+    ],
+)
+def test_tokens_are_cut_as_the_rules_say(text, parts):
+    assert Strategy.parse(text).token_parts == parts
+
+
 def test_the_innermost_module_decides():
     """Property by property: the rule of the block says what is recomputed, that of the module inside the axes."""
     rules = Strategy.parse("tp2[layers.{0-1}: cp2+remat; *.attn: tp2; layers.0: +zero3]").rules

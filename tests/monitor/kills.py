@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from fxpar.checkpoint import load_checkpoint, save_checkpoint
 from fxpar.runtime.forked import reserved_port
 from fxpar.torch_api.fork import forget_parent_threads
-from tests.runtime.hot import adamw, make_llama, parallel, precompile, sequences
+from tests.runtime.hot import adamw, parallel, precompile, sequences, small
 
 TIMEOUT_S = 8.0
 LIMIT_S = 20.0
@@ -89,10 +89,6 @@ class Rank:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-
-def small() -> nn.Module:
-    return make_llama(layers="1")
 
 
 def start(my: Rank) -> None:

@@ -150,6 +150,19 @@ def test_zero_cuts_over_all_data_axes_inside_of_tp(strategy):
     assert found["norm.weight"] == (AxisShard("dp.cp"),)
 
 
+def test_the_level_of_each_parameter_is_that_of_its_rule():
+    """A level of another module computes the same, so only the places of parameters and sums show it."""
+    program = lowered(llama(layers=2), "dp2[layers.0: +zero3; norm: +zero2; head: +zero1]")
+    cut = {fqn for fqn, dim in params(program).items() if dim == (AxisShard("dp"),)}
+    assert cut == {fqn for fqn in params(program) if fqn.startswith(("layers.0.", "norm.", "head."))}
+    gathers = [c for c in program.communications() if c.kind == "all_gather"]
+    assert {c.part for c in gathers if "layers.0" in c.fqn} == {"body"}
+    assert {c.part for c in gathers if "layers.0" not in c.fqn} == {"prologue"}
+    assert sum(c.fused for c in gathers if c.backward) == 9  # of the block with level 3, whose backward is far
+    scatters = Counter(c.part for c in program.communications() if c.kind == "reduce_scatter" for _ in range(c.fused))
+    assert scatters == {"body": 9 + 1, "epilogue": 1}  # from level 2 on a gradient leaves at once
+
+
 def test_zero_without_data_axes_does_nothing():
     assert kinds(lower(llama().graph, "tp2+zero3").prologue) == {}
     s = Sketch("tp2+zero3")

@@ -90,7 +90,7 @@ ORDER = ("dp2.tp2+sp", "cp2.tp2", "dp4")  # none at its place of those that are 
 
 @WORLD.case
 def in_order(rank):
-    batch, model = sequences(7), parallel(shallow, order=ORDER)
+    batch, model = sequences(7), parallel(small, order=ORDER)
     planned = [list(STRATEGIES.values())[group.group] for group in model.plan(batch).groups]
     report = model.train_step(batch)
     assert tuple(planned) == tuple(group.strategy for group in report.groups) == ORDER
@@ -98,7 +98,7 @@ def in_order(rank):
 
 
 def test_another_order_gives_the_same_gradients():
-    want = one_device(shallow(), [sequences(7)], clip=None)
+    want = one_device(small(), [sequences(7)], clip=None)
     assert largest_error(in_order()[0], want["grads"]) <= 1e-12
 
 

@@ -20,10 +20,12 @@ def few(kv_heads: int, layers: int = 1) -> nn.Module:
 two, one, deep = functools.partial(few, 2), functools.partial(few, 1), functools.partial(few, 1, 2)
 BATCHES = [sequences(seed, LENGTHS) for seed in (3, 4)]
 CASES = {
-    "two heads": Case(BATCHES, {"strategies": {16: "dp4", 64: "tp4+sp", 512: "dp2.tp2"}}, two),
-    "two heads, chain, arena only": Case(
+    "chain, arena only": Case(
         BATCHES,
-        {"strategies": {64: "tp4", 512: "dp4+zero3"}, "gradients": "chain", "resident": [], "checked": True},
+        {
+            "strategies": {16: "dp4+zero3", 64: "tp4+sp", 512: "dp2.tp2"},
+            **{"gradients": "chain", "resident": [], "checked": True},
+        },
         two,
     ),
 }
@@ -46,6 +48,12 @@ def test_trained_weights_are_those_of_one_device(trained, name):
 
 MORE = {
     4: {
+        "two heads": Case(BATCHES, {"strategies": {16: "dp4", 64: "tp4+sp", 512: "dp2.tp2"}}, two),
+        "two heads, chain, arena only": Case(
+            BATCHES,
+            {"strategies": {64: "tp4", 512: "dp4+zero3"}, "gradients": "chain", "resident": [], "checked": True},
+            two,
+        ),
         "one head, zero": Case(BATCHES, {"strategies": {64: "tp4", 512: "dp2.tp2+zero3"}}, one),
         "one head, stages": Case(BATCHES, {"strategies": {64: "pp2.tp2", 512: "tp4+sp"}}, deep),
     },

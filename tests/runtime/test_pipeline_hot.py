@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxpar.models import load
-from fxpar.runtime.forked import run_forked
 from tests.runtime.hot import (
     Case,
+    World,
     hot,
     largest_error,
     loss_error,
@@ -139,19 +139,23 @@ def normed() -> nn.Module:
     return Normed().to(torch.float64)
 
 
+TWO_STAGES, HELD_OUT = {512: "pp2"}, sequences(2, (20, 30, 2, 9))
+WORLD = World(2, lambda: precompile(normed, TWO_STAGES))
+
+
+@WORLD.case
+def stepped(rank):
+    """The buffers before a step and after it, and what is evaluated before."""
+    model = parallel(normed, strategies=TWO_STAGES, packed=False)
+    evaluated = model.evaluate(HELD_OUT)
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    model.train_step(sequences(1, (20, 30)))
+    return (before, dict(model.named_buffers())), evaluated
+
+
 def test_written_buffers_are_the_same_on_all_ranks():
     """A new value of either stage, in the module of every rank."""
-    strategies = {512: "pp2"}
-    precompile(normed, strategies)
-
-    def work(rank):
-        model = parallel(normed, strategies=strategies, packed=False)
-        before = {name: value.clone() for name, value in model.named_buffers()}
-        model.train_step(sequences(1, (20, 30)))
-        after = dict(model.named_buffers())
-        return before, after
-
-    results = run_forked(2, work)
+    results = [buffers for buffers, _ in stepped()]
     before, after = results[0]
     assert {name for name in after if not torch.equal(before[name], after[name])} == set(after)
     assert all(torch.equal(value, after[name]) for _, other in results for name, value in other.items())
@@ -159,10 +163,8 @@ def test_written_buffers_are_the_same_on_all_ranks():
 
 def test_evaluates_through_stages():
     """In evaluation mode: with the running statistics as they are."""
-    strategies, held_out = {512: "pp2"}, sequences(2, (20, 30, 2, 9))
-    precompile(normed, strategies)
-    found = run_forked(2, lambda rank: parallel(normed, strategies=strategies, packed=False).evaluate(held_out))
+    found = [evaluated for _, evaluated in stepped()]
     model, total = normed().eval(), 0.0
-    for ids in held_out:
+    for ids in HELD_OUT:
         total += F.cross_entropy(model(ids[None])[0, :-1], ids[1:], reduction="sum").item()
-    assert found == pytest.approx([total / sum(len(ids) - 1 for ids in held_out)] * 2, rel=1e-12)
+    assert found == pytest.approx([total / sum(len(ids) - 1 for ids in HELD_OUT)] * 2, rel=1e-12)

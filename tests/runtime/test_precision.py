@@ -21,6 +21,7 @@ from tests.runtime import hot
 from tests.runtime.hot import World, adamw, make_llama, one_device, sequences
 
 STRATEGIES = {64: "dp2", 512: "pp2"}
+ONE = {512: "tp2+sp"}
 WIDE = {64: "dp2.pp2", 512: "tp2.cp2"}
 BATCHES = [sequences(seed) for seed in (5, 6)]
 
@@ -72,6 +73,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 def prepare() -> None:
     for text in ("bf16", "bf16+reduce=bf16", "captured", "fp16"):
         compiled(text)
+    compiled("bf16", ONE)
 
 
 WORLD = World(2, prepare)
@@ -122,11 +124,13 @@ def saves_half(ranks: list[dict[str, Any]]) -> None:
     assert found["bf16"]["reduced"] == found["captured"]["reduced"] == 2 * found["bf16+reduce=bf16"]["reduced"]
 
 
+@WORLD.case
+def evaluated(rank: int) -> float:
+    return parallel("bf16", ONE).evaluate(BATCHES[0])
+
+
 def test_bf16_evaluates():
-    strategies = {512: "tp2+sp"}
-    compiled("bf16", strategies)
-    found = run_forked(2, lambda rank: parallel("bf16", strategies).evaluate(BATCHES[0]))
-    assert found == pytest.approx([held_out(BATCHES[0])] * 2, rel=2e-3)
+    assert evaluated() == pytest.approx([held_out(BATCHES[0])] * 2, rel=2e-3)
 
 
 @pytest.mark.nightly

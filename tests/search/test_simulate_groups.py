@@ -42,9 +42,10 @@ MISSED = {
 }
 
 
-@pytest.fixture(scope="module")
-def found():
-    datasets = [Dataset(name, seconds, COSTS) for name, seconds in STATIC_S.items()]
+@pytest.fixture(scope="module", params=["GitHub", pytest.param("both", marks=pytest.mark.nightly)])
+def found(request):
+    names = [name for name in STATIC_S if request.param in (name, "both")]
+    datasets = [Dataset(name, STATIC_S[name], COSTS) for name in names]
     return datasets, *table_3(datasets, SWITCHES_S)
 
 

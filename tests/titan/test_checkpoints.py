@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from dataclasses import asdict, replace
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.titan
 STOCK = (1, None)
 LEGS = [STOCK, (2, SWITCHING), (4, {160: "dp2.tp2+zero1", 512: "pp2.cp2"}), STOCK, (1, {512: "dp1"})]
 """(ranks, strategies) of two steps each."""
+THERE_AND_BACK = [STOCK, (2, SWITCHING), STOCK]
 
 
 def saving(strategies, ranks=1, **changes):
@@ -54,18 +56,19 @@ def distance(found, expected):
     return max(float((found[n] - w).norm() / w.norm()) for n, w in expected.items())
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory):
-    """Ten steps of stock torchtitan on one rank."""
-    return train(1, saving(None, enable=False), tmp_path_factory.mktemp("straight"), weights=True)
-
-
-@pytest.mark.parametrize("mode", thinned(["disabled", "async"], ["async"]))
-def test_a_run_in_five_legs_is_one_run(mode, straight, tmp_path):
+@pytest.mark.parametrize(
+    ("mode", "legs"),
+    [("async", THERE_AND_BACK), *thinned(itertools.product(["disabled", "async"], [LEGS]), [])],
+    ids=["there and back", "five legs", "five legs, async"],
+)
+def test_a_run_in_legs_is_one_run(mode, legs, tmp_path):
+    """Of what stock torchtitan does on one rank."""
+    stock = saving(None, enable=False)
+    straight = train(1, stock, tmp_path / "straight", weights=True, inspect=until(2 * len(legs)))
     losses, norms = {}, {}
-    for leg, (ranks, strategies) in enumerate(LEGS):
+    for leg, (ranks, strategies) in enumerate(legs):
         made = saving(strategies, async_mode=mode)
-        found = train(ranks, made, tmp_path, weights=leg == len(LEGS) - 1, inspect=until(2 * leg + 2))
+        found = train(ranks, made, tmp_path, weights=leg == len(legs) - 1, inspect=until(2 * leg + 2))
         assert list(found.losses) == [2 * leg + 1, 2 * leg + 2]
         losses.update(found.losses)
         norms.update(found.norms)
