@@ -1,0 +1,86 @@
+"""What is planned: sequences under every degree, as arrays; and teams while they are being filled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from fxpar.errors import DegreeError, LengthsError, SequenceFitsNoTeamError
+from fxpar.rounds.cost import TeamCost
+
+
+@dataclass(frozen=True)
+class Work:
+    """K sequences, longest first, and D degrees, largest first.
+
+    `lengths` [K] in tokens, `places` [K] where each stands in the input; `ms` [D, K] is what a sequence adds to a team
+    of a degree (inf where the team cannot hold it), `fixed` [D] what a team takes anyway, `room` [D] the tokens that it
+    holds.
+    """
+
+    devices: int
+    devices_per_node: int
+    degrees: tuple[int, ...]
+    lengths: np.ndarray
+    places: np.ndarray
+    ms: np.ndarray
+    fixed: np.ndarray
+    room: np.ndarray
+
+    @classmethod
+    def of(
+        cls, lengths: Sequence[int] | np.ndarray, devices: int, devices_per_node: int, costs: Mapping[int, TeamCost]
+    ) -> Work:
+        """Raises DegreeError, LengthsError, SequenceFitsNoTeamError."""
+        if not costs:
+            raise DegreeError("none", "there is no degree to make teams of. Give one at least")
+        for degree in costs:
+            if not 1 <= degree <= devices:
+                raise DegreeError(degree, f"a team has from 1 to {devices} ranks, as there are so many devices")
+        given = np.asarray(lengths)
+        if given.ndim != 1 or not len(given) or given.dtype.kind not in "iu" or given.min() < 1:
+            raise LengthsError("lengths=", "these are not lengths of sequences", "Give whole numbers from 1 on")
+        places = np.argsort(-given.astype(np.int64), kind="stable")
+        ordered = given[places].astype(np.int64)
+        degrees = tuple(sorted(costs, reverse=True))
+        room = np.array([costs[degree].tokens for degree in degrees])
+        if ordered[0] > room.max():
+            ranks = degrees[int(room.argmax())]
+            raise SequenceFitsNoTeamError(int(places[0]), int(ordered[0]), int(room.max()), ranks, devices)
+        rows = [np.where(ordered <= costs[d].tokens, costs[d].sequence_ms(ordered), np.inf) for d in degrees]
+        fixed = np.array([costs[degree].fixed_ms for degree in degrees])
+        return cls(devices, devices_per_node, degrees, ordered, places, np.stack(rows), fixed, room)
+
+    @cached_property
+    def capacity(self) -> int:
+        """Tokens that all devices hold at the same time, at most."""
+        per_device = max(int(room) / degree for room, degree in zip(self.room, self.degrees, strict=True))
+        return int(per_device * self.devices)
+
+    @cached_property
+    def device_ms(self) -> np.ndarray:
+        """[D, K] what a sequence takes, times the devices that it takes it on."""
+        return self.ms * np.array(self.degrees)[:, None]
+
+    @property
+    def fewest_rounds(self) -> int:
+        """As many as the tokens need at least."""
+        return max(1, -(-int(self.lengths.sum()) // self.capacity))
+
+
+@dataclass
+class Filling:
+    """A team while it is being filled: the row of its degree, what it takes and holds so far, and its sequences."""
+
+    row: int
+    load_ms: float
+    tokens: int = 0
+    members: list[int] = field(default_factory=list)
+
+
+def longest_ms(teams: Sequence[Filling]) -> float:
+    """What a round of these teams takes; one without sequences runs nothing."""
+    return max(team.load_ms for team in teams if team.members)
