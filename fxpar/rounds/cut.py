@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from fxpar.rounds.work import Work
+from fxpar.rounds.work import Kinds, Work
 
 Cut = tuple[int, ...]  # where rounds begin and the last one ends: 0 < ... < K
 
@@ -33,7 +33,8 @@ def times(work: Work) -> np.ndarray:
     finite = work.ms[:, : 2 * FIRST] + work.fixed[:, None]
     alone = np.unique(finite[np.isfinite(finite)]) * (1 + 1e-9)
     least = float((work.ms[:, -1] + work.fixed).min())
-    most = 2 * float(work.fixed.max() + work.device_ms.min(0).sum() / work.devices) + float(finite.min(0).max())
+    device_ms = (work.ms * np.array(work.degrees)[:, None]).min(0)
+    most = 2 * float(work.fixed.max() + device_ms.sum() / work.devices) + float(finite.min(0).max())
     return np.union1d(np.geomspace(least, max(most, 2 * least), TIMES), alone)
 
 
@@ -44,41 +45,32 @@ def estimated(work: Work, places: np.ndarray) -> np.ndarray:
     many as its time or its tokens ask for. The round takes the first time for which there are enough. Teams that are
     large beside the cluster are whole; what room they have left is filled with short sequences.
     """
-    spans = times(work)
+    spans, kinds = times(work), Kinds.of(work)
     left = spans[:, None] - work.fixed[None, :]  # [Q, D] for sequences
-    usable = work.ms[None] <= left[..., None]
-    weights = np.where(usable, work.device_ms[None], np.inf)
-    best = weights.argmin(1)
-    bad = np.isinf(weights.min(1))
+    device_ms = kinds.ms * np.array(work.degrees)[:, None]
+    weights = np.where(kinds.ms[None] <= left[..., None], device_ms[None], np.inf)
+    best, bad = weights.argmin(1), np.isinf(weights.min(1))
     need = np.zeros((len(spans), len(places), len(places)))
-    small = np.zeros_like(need)
-    short = np.zeros_like(need)  # tokens of small teams
-    spare = np.zeros_like(need)  # tokens that large ones have room for
+    small, short, spare = (np.zeros_like(need) for _ in range(3))  # devices and tokens of small teams; room of others
     for row, degree in enumerate(work.degrees):
         mine = (best == row) & ~bad
         span = np.maximum(left[:, row], 1e-9)[:, None, None]
-        device_ms = _between(np.where(mine, work.device_ms[row], 0.0), places)
-        tokens = _between(np.where(mine, work.lengths, 0), places)
+        taken_ms = kinds.between(np.where(mine, device_ms[row], 0.0), places)
+        tokens = kinds.between(np.where(mine, kinds.lengths, 0), places)
         per_device = work.room[row] / degree
-        devices = np.maximum(device_ms / span, tokens / per_device)
+        devices = np.maximum(taken_ms / span, tokens / per_device)
         if degree * WHOLE_ABOVE <= work.devices:
             small += np.where(tokens > 0, np.maximum(devices, degree), 0.0)
             short += tokens
             continue
         whole = np.ceil(devices / degree - 1e-9) * degree
         need += whole
-        per_token = work.device_ms[row, -1] / work.lengths[-1]
-        spare += np.minimum(whole * per_device - tokens, (whole * span - device_ms) / per_token)
+        per_token = device_ms[row, -1] / kinds.lengths[-1]
+        spare += np.minimum(whole * per_device - tokens, (whole * span - taken_ms) / per_token)
     need += small * np.maximum(0.0, 1 - spare / np.maximum(short, 1))
-    need[_between(bad, places) > 0] = np.inf
+    need[kinds.between(bad, places) > 0] = np.inf
     need[:, places[:, None] >= places[None, :]] = np.inf
     return _first_time(spans, need, work.devices)
-
-
-def _between(values: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """[Q, G, G] sums of `values` [Q, K] from one place to another."""
-    sums = np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, 1)], 1)[:, places]
-    return sums[:, None, :] - sums[:, :, None]
 
 
 def _first_time(spans: np.ndarray, need: np.ndarray, devices: int) -> np.ndarray:

@@ -20,7 +20,7 @@ def screened(work: Work, members: np.ndarray, layouts: np.ndarray) -> np.ndarray
     the mean of the others then.
     """
     counts = layouts.T.astype(np.float64)  # [D, L]
-    per_team = np.where(counts > 0, 1 / np.maximum(counts, 1), np.inf)
+    per_team = 1 / np.maximum(counts, 1)
     rooms = work.room[:, None] * counts
     work_ms = np.zeros_like(counts)
     used = np.zeros_like(counts)
@@ -42,8 +42,7 @@ def screened(work: Work, members: np.ndarray, layouts: np.ndarray) -> np.ndarray
         used[row, columns] += single
         if single:
             longest[row, columns] = np.maximum(longest[row, columns], added)
-    with np.errstate(invalid="ignore"):
-        taken = np.maximum(np.where(counts > 0, work_ms * per_team, 0.0), longest) + work.fixed[:, None]
+    taken = np.maximum(work_ms * per_team, longest) + work.fixed[:, None]
     found = np.where(work_ms > 0, taken, 0.0).max(0)
     return np.where(possible, found, np.inf)
 
@@ -113,16 +112,12 @@ def _to_top(teams: Sequence[Filling], heap: list[tuple[float, int]], most: float
     return True
 
 
-def best_filled(
-    work: Work, members: np.ndarray, layouts: np.ndarray, tries: int
-) -> tuple[float, list[Filling]] | None:
-    """What the round takes and its teams, of the `tries` layouts that look best; None if the sequences have no room."""
+def best_filled(work: Work, members: np.ndarray, layouts: np.ndarray, tries: int) -> list[Filling] | None:
+    """The best teams in one of the `tries` layouts that look best; None if none of those has room."""
     looks = screened(work, members, layouts)
-    best: tuple[float, list[Filling]] | None = None
+    best: list[Filling] | None = None
     for at in np.argsort(looks, kind="stable")[:tries]:
         if not np.isfinite(looks[at]):
             break
-        teams = filled(work, members, layouts[at], best[0] if best else np.inf)
-        if teams is not None:
-            best = longest_ms(teams), teams
+        best = filled(work, members, layouts[at], longest_ms(best) if best else np.inf) or best
     return best

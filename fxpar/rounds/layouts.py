@@ -75,3 +75,23 @@ def place(
             firsts.append(first)
         found.append(firsts)
     return found
+
+
+def placeable(counts: Sequence[int], degrees: Sequence[int], devices: int, devices_per_node: int) -> tuple[int, ...]:
+    """The layout without as many of its smallest teams as have no place, and with teams on devices that are left: the
+    largest first, of up to a node.
+    """
+    found = list(counts)
+
+    def fits() -> bool:
+        return place(found, degrees, devices, devices_per_node) is not None
+
+    while not fits():
+        found[max(row for row, count in enumerate(found) if count)] -= 1
+    for row, degree in enumerate(degrees):
+        while degree <= devices_per_node and sum(n * d for n, d in zip(found, degrees, strict=True)) + degree <= devices:
+            found[row] += 1
+            if not fits():
+                found[row] -= 1
+                break
+    return tuple(found)

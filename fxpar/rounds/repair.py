@@ -14,8 +14,9 @@ LEAST = 1e-6  # of a round's time that a step must win
 
 
 class Repair:
-    """Teams of all rounds as arrays: `rounds` [G], `rows` [G] their degrees, `load` [G] ms, `tokens` [G]; `team` [K] is
-    where each sequence is. A team that has no sequence takes its fixed time, which makes no round longer.
+    """Teams of all rounds as arrays: `rounds` [G], `rows` [G] their degrees, `load` [G] ms, `tokens` [G]; and the
+    sequences that they have, `members` [K], with `team` [K], where each is. A team that has no sequence takes its fixed
+    time, which makes no round longer.
     """
 
     def __init__(self, work: Work, rounds: Sequence[Sequence[Filling]]) -> None:
@@ -25,9 +26,11 @@ class Repair:
         self.rows = np.array([team.row for _, team in teams])
         self.load = np.array([team.load_ms for _, team in teams])
         self.tokens = np.array([team.tokens for _, team in teams])
-        self.team = np.empty(len(work.lengths), dtype=np.int64)
+        self.members = np.sort(np.array([one for _, team in teams for one in team.members], dtype=np.int64))
+        self.lengths, self.ms = work.lengths[self.members], work.ms[:, self.members]
+        self.team = np.empty(len(self.members), dtype=np.int64)
         for number, (_, team) in enumerate(teams):
-            self.team[team.members] = number
+            self.team[np.searchsorted(self.members, team.members)] = number
 
     def run(self) -> None:
         """Improve until nothing is found."""
@@ -60,9 +63,9 @@ class Repair:
     def _move(self, longest: int, given: np.ndarray, most: np.ndarray) -> bool:
         """To a team with time and room: of all moves the one after which the longer of both teams ends first."""
         work = self.work
-        after = self.load[None, :] + work.ms[self.rows][:, given].T  # [S, G]
-        room = self.tokens[None, :] + work.lengths[given][:, None] <= work.room[self.rows][None, :]
-        rest = self.load[longest] - work.ms[self.rows[longest], given]
+        after = self.load[None, :] + self.ms[self.rows][:, given].T  # [S, G]
+        room = self.tokens[None, :] + self.lengths[given][:, None] <= work.room[self.rows][None, :]
+        rest = self.load[longest] - self.ms[self.rows[longest], given]
         score = np.maximum(after - most[None, :], rest[:, None] - most[longest])
         score[~room] = np.inf
         score[:, longest] = np.inf
@@ -77,8 +80,8 @@ class Repair:
         work, team = self.work, self.team
         every = np.arange(len(team))
         own = self.rows[longest]
-        rest = self.load[longest] - work.ms[own, given][:, None] + work.ms[own][None, :]  # [S, K]
-        held = self.tokens[longest] - work.lengths[given][:, None] + work.lengths[None, :]
+        rest = self.load[longest] - self.ms[own, given][:, None] + self.ms[own][None, :]  # [S, K]
+        held = self.tokens[longest] - self.lengths[given][:, None] + self.lengths[None, :]
         after = self._instead(given)
         score = np.maximum(rest - most[longest], after - most[team][None, :])
         score[(held > work.room[own]) | self._crowded(given)] = np.inf
@@ -95,15 +98,15 @@ class Repair:
     def _eject(self, longest: int, given: np.ndarray, most: np.ndarray) -> bool:
         """In place of a sequence that goes on to a third team: where teams have time but no room."""
         work, team = self.work, self.team
-        ends = self.load[:, None] + work.ms[self.rows]  # [G, K]
-        full = self.tokens[:, None] + work.lengths[None, :] > work.room[self.rows][:, None]
+        ends = self.load[:, None] + self.ms[self.rows]  # [G, K]
+        full = self.tokens[:, None] + self.lengths[None, :] > work.room[self.rows][:, None]
         behind = ends - most[:, None]
         behind[full] = np.inf
         behind[longest] = np.inf
         behind[team, np.arange(len(team))] = np.inf
         third = behind.argmin(0)
         over = behind[third, np.arange(len(team))]  # [K]
-        rest = self.load[longest] - work.ms[self.rows[longest], given]
+        rest = self.load[longest] - self.ms[self.rows[longest], given]
         score = np.maximum(np.maximum(self._instead(given) - most[team][None, :], over[None, :]), rest[:, None] - most[longest])
         score[self._crowded(given)] = np.inf
         score[:, team == longest] = np.inf
@@ -119,30 +122,30 @@ class Repair:
     def _instead(self, given: np.ndarray) -> np.ndarray:
         """[S, K] load of the team of each sequence with a given one in its place."""
         work, team = self.work, self.team
-        mine = work.ms[self.rows[team], np.arange(len(team))]
-        return (self.load[team] - mine)[None, :] + work.ms[self.rows[team]][:, given].T
+        mine = self.ms[self.rows[team], np.arange(len(team))]
+        return (self.load[team] - mine)[None, :] + self.ms[self.rows[team]][:, given].T
 
     def _crowded(self, given: np.ndarray) -> np.ndarray:
         """[S, K] whether it would not hold that."""
         work, team = self.work, self.team
-        held = (self.tokens[team] - work.lengths)[None, :] + work.lengths[given][:, None]
+        held = (self.tokens[team] - self.lengths)[None, :] + self.lengths[given][:, None]
         return held > work.room[self.rows[team]][None, :]
 
     def _put(self, one: int, to: int) -> None:
         work, start = self.work, int(self.team[one])
-        self.load[start] -= work.ms[self.rows[start], one]
-        self.load[to] += work.ms[self.rows[to], one]
-        self.tokens[start] -= work.lengths[one]
-        self.tokens[to] += work.lengths[one]
+        self.load[start] -= self.ms[self.rows[start], one]
+        self.load[to] += self.ms[self.rows[to], one]
+        self.tokens[start] -= self.lengths[one]
+        self.tokens[to] += self.lengths[one]
         self.team[one] = to
 
     def result(self) -> list[list[Filling]]:
         """The rounds, with their loads added up anew."""
         found: list[list[Filling]] = [[] for _ in range(int(self.rounds.max()) + 1)]
         for number, (at, row) in enumerate(zip(self.rounds.tolist(), self.rows.tolist(), strict=True)):
-            members = np.flatnonzero(self.team == number)
-            load = float(self.work.fixed[row] + self.work.ms[row, members].sum())
-            found[at].append(Filling(row, load, int(self.work.lengths[members].sum()), members.tolist()))
+            mine = np.flatnonzero(self.team == number)
+            load = float(self.work.fixed[row] + self.ms[row, mine].sum())
+            found[at].append(Filling(row, load, int(self.lengths[mine].sum()), self.members[mine].tolist()))
         return found
 
 

@@ -60,15 +60,38 @@ class Work:
         per_device = max(int(room) / degree for room, degree in zip(self.room, self.degrees, strict=True))
         return int(per_device * self.devices)
 
-    @cached_property
-    def device_ms(self) -> np.ndarray:
-        """[D, K] what a sequence takes, times the devices that it takes it on."""
-        return self.ms * np.array(self.degrees)[:, None]
-
     @property
     def fewest_rounds(self) -> int:
         """As many as the tokens need at least."""
         return max(1, -(-int(self.lengths.sum()) // self.capacity))
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Sequences by length, the longest first: `lengths` [C], `counts` [C] of each, `firsts` [C] how many longer ones there
+    are, and `ms` [D, C] of one of them.
+    """
+
+    lengths: np.ndarray
+    counts: np.ndarray
+    firsts: np.ndarray
+    ms: np.ndarray
+
+    @classmethod
+    def of(cls, work: Work, members: np.ndarray | None = None) -> Kinds:
+        """Of these sequences, ascending; None: of all."""
+        given = np.arange(len(work.lengths)) if members is None else members
+        firsts = np.flatnonzero(np.diff(work.lengths[given], prepend=0))
+        counts = np.diff(firsts, append=len(given))
+        chosen = given[firsts]
+        return cls(work.lengths[chosen], counts, firsts, work.ms[:, chosen])
+
+    def between(self, values: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """[Q, G, G] sums over the sequences from one place to another; `values` [Q, C] are those of one of a kind."""
+        sums = np.concatenate([np.zeros((len(values), 1)), np.cumsum(values * self.counts, 1)], 1)
+        kind = np.searchsorted(self.firsts, places, "right") - 1
+        begun = sums[:, kind] + (places - self.firsts[kind]) * values[:, kind]
+        return begun[:, None, :] - begun[:, :, None]
 
 
 @dataclass

@@ -1,0 +1,117 @@
+"""The search: cuts that look best are filled, the best of those repaired, and each round tried in the bound's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fxpar.rounds.bound import round_bound, teams_within
+from fxpar.rounds.cut import Cut, cuts, rounds_of
+from fxpar.rounds.fill import best_filled, filled
+from fxpar.rounds.layouts import MOST_LAYOUTS, all_layouts, count_layouts, placeable
+from fxpar.rounds.repair import repaired
+from fxpar.rounds.work import Filling, Kinds, Work, longest_ms
+
+MORE_ROUNDS = 2  # than the tokens need, that are tried
+CUTS = 10  # that are filled; 2 where layouts have to be looked for
+LAYOUTS = 4  # that are filled per round, of those that were screened
+REPAIRED = 3  # of the cuts
+STEP = 1.02  # between times for which a layout is looked for
+
+
+@dataclass(frozen=True)
+class Found:
+    """A round: its teams, and what none with the same sequences can undercut."""
+
+    teams: list[Filling]
+    bound_ms: float
+
+
+class _Rounds:
+    """Rounds of neighbours, each filled once."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.known: dict[tuple[int, int], list[Filling] | None] = {}
+        few = count_layouts(work.devices, work.degrees) <= MOST_LAYOUTS
+        self.layouts = all_layouts(work.devices, work.degrees, work.devices_per_node) if few else None
+
+    def filled(self, cut: Cut) -> list[list[Filling]] | None:
+        """None if a round does not hold its sequences."""
+        found = []
+        for first, last in rounds_of(cut):
+            if (first, last) not in self.known:
+                self.known[first, last] = self._fill(np.arange(first, last))
+            teams = self.known[first, last]
+            if teams is None:
+                return None
+            found.append(teams)
+        return found
+
+    def _fill(self, members: np.ndarray) -> list[Filling] | None:
+        layouts = self._looked_for(members) if self.layouts is None else self.layouts
+        return best_filled(self.work, members, layouts, LAYOUTS)
+
+    def _looked_for(self, members: np.ndarray) -> np.ndarray:
+        """[L, D] layouts of the aggregate program, for the first times that have one."""
+        work, kinds = self.work, Kinds.of(self.work, members)
+        device_ms = (kinds.ms * np.array(work.degrees)[:, None]).min(0)
+        limit = float(work.fixed.max() + (device_ms * kinds.counts).sum() / work.devices)
+        limit = max(limit, float((kinds.ms + work.fixed[:, None]).min(0).max())) * (1 + 1e-9)
+        found: list[tuple[int, ...]] = []
+        if kinds.lengths @ kinds.counts > work.capacity:
+            return np.zeros((0, len(work.degrees)), dtype=np.int64)
+        while len(found) < 2:
+            counts = teams_within(work, kinds, limit)
+            if counts is not None:
+                found.append(placeable(counts, work.degrees, work.devices, work.devices_per_node))
+            limit *= STEP
+        return np.array(found)
+
+
+def find_rounds(work: Work) -> list[Found]:
+    """Rounds for all sequences, with their bounds."""
+    rounds = _Rounds(work)
+    count = CUTS if rounds.layouts is not None else 2
+    known = [rounds.filled(cut) for cut in cuts(work, work.fewest_rounds + MORE_ROUNDS, count)]
+    tried = sorted((one for one in known if one is not None), key=_total)[:REPAIRED]
+    tried = tried or [in_turn(work)]
+    best = min((repaired(work, one) for one in tried), key=_total)
+    used = [teams for teams in best if any(team.members for team in teams)]
+    return [_bounded(work, teams) for teams in used]
+
+
+def _total(rounds: Sequence[Sequence[Filling]]) -> float:
+    return sum(longest_ms(teams) for teams in rounds)
+
+
+def _bounded(work: Work, teams: list[Filling]) -> Found:
+    """With its bound; in the layout of the program that the bound comes from, where that is better."""
+    members = np.sort(np.array([one for team in teams for one in team.members]))
+    taken = longest_ms(teams)
+    bound, counts = round_bound(work, members, taken)
+    if counts is not None:
+        counts = placeable(counts, work.degrees, work.devices, work.devices_per_node)
+        other = filled(work, members, counts)
+        if other is not None:
+            teams = min(teams, *repaired(work, [other]), key=longest_ms)
+    return Found(teams, bound)
+
+
+def in_turn(work: Work) -> list[list[Filling]]:
+    """A plan that always exists: longest first into one team after the other, of the degree that holds most; as many
+    rounds as that takes.
+    """
+    row = int(work.room.argmax())
+    degree = work.degrees[row]
+    per_round = int(placeable([work.devices // degree if one == row else 0 for one in range(len(work.degrees))], work.degrees, work.devices, work.devices_per_node)[row])
+    teams = [Filling(row, float(work.fixed[row]))]
+    for one, tokens in enumerate(work.lengths.tolist()):
+        if teams[-1].tokens + tokens > work.room[row]:
+            teams.append(Filling(row, float(work.fixed[row])))
+        teams[-1].members.append(one)
+        teams[-1].tokens += tokens
+        teams[-1].load_ms += float(work.ms[row, one])
+    return [teams[first : first + per_round] for first in range(0, len(teams), per_round)]
