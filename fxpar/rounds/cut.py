@@ -88,7 +88,8 @@ def _first_time(spans: np.ndarray, need: np.ndarray, devices: int) -> np.ndarray
 
 
 def cuts(work: Work, most_rounds: int, count: int) -> list[Cut]:
-    """The best `count` by estimate, of up to `most_rounds` rounds; the best first.
+    """The best `count` by estimate of each number of rounds, up to `most_rounds`; the best first. Those that look more
+    than a tenth longer than the best are left out.
 
     Dynamic programming over places and rounds that keeps several per place.
     """
@@ -109,7 +110,8 @@ def cuts(work: Work, most_rounds: int, count: int) -> list[Cut]:
             longer[at] = sorted(options)[:count]
         found += longer[last]
         ending = longer
-    return [tuple(int(places[at]) for at in path) for _, path in sorted(found)[:count]]
+    good = [one for one in sorted(found) if one[0] <= 1.1 * min(found)[0]]
+    return [tuple(int(places[at]) for at in path) for _, path in good]
 
 
 def rounds_of(cut: Cut) -> Sequence[tuple[int, int]]:

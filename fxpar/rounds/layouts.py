@@ -56,6 +56,7 @@ def place(
     node = 0
     for count, degree in zip(counts, degrees, strict=True):
         firsts: list[int] = []
+        at = 0  # teams of a degree go to later and later nodes
         for _ in range(count):
             if degree > devices_per_node:
                 first, left = node * devices_per_node, degree
@@ -67,8 +68,9 @@ def place(
                     left -= taken
                     node += 1
             else:
-                at = next((n for n, rest in enumerate(rests) if rest >= degree), None)
-                if at is None:
+                while at < len(rests) and rests[at] < degree:
+                    at += 1
+                if at == len(rests):
                     return None
                 first = min((at + 1) * devices_per_node, devices) - rests[at]
                 rests[at] -= degree

@@ -8,7 +8,7 @@ import numpy as np
 
 from fxpar.rounds.work import Filling, Work
 
-MOST_GIVEN = 24  # sequences of the longest team that are looked at, spread over its lengths
+MOST_GIVEN = 24  # lengths in the longest team that are looked at, spread over them
 MOST_STEPS = 400
 LEAST = 1e-6  # of a round's time that a step must win
 
@@ -21,118 +21,111 @@ class Repair:
 
     def __init__(self, work: Work, rounds: Sequence[Sequence[Filling]]) -> None:
         teams = [(number, team) for number, teams in enumerate(rounds) for team in teams]
-        self.work = work
+        self.fixed = work.fixed
         self.rounds = np.array([number for number, _ in teams])
         self.rows = np.array([team.row for _, team in teams])
+        self.room = work.room[self.rows]
         self.load = np.array([team.load_ms for _, team in teams])
         self.tokens = np.array([team.tokens for _, team in teams])
         self.members = np.sort(np.array([one for _, team in teams for one in team.members], dtype=np.int64))
         self.lengths, self.ms = work.lengths[self.members], work.ms[:, self.members]
+        self.kind = np.cumsum(np.diff(self.lengths, prepend=self.lengths[0]) != 0)  # [K] number of its length
+        self.kinds = np.flatnonzero(np.diff(self.kind, prepend=-1))  # [C] a sequence of each length
         self.team = np.empty(len(self.members), dtype=np.int64)
         for number, (_, team) in enumerate(teams):
             self.team[np.searchsorted(self.members, team.members)] = number
 
     def run(self) -> None:
-        """Improve until nothing is found."""
-        waiting = list(range(int(self.rounds.max()) + 1))
-        for _ in range(MOST_STEPS):
-            improved = next((number for number in waiting if self._improve(number)), None)
-            if improved is None:
-                return
-            waiting = [*(number for number in waiting if number != improved), improved]
-
-    def limits(self) -> np.ndarray:
-        """[R] what each round takes."""
-        found = np.zeros(int(self.rounds.max()) + 1)
-        np.maximum.at(found, self.rounds, self.load)
-        return found
+        """Improve one round after the other, and all of them again as long as that helps."""
+        steps, before = 0, -1
+        while before < steps:
+            before = steps
+            for number in range(int(self.rounds.max()) + 1):
+                while steps < MOST_STEPS and self._improve(number):
+                    steps += 1
 
     def _improve(self, number: int) -> bool:
         """Make the longest team of a round shorter, and no round longer; False if that cannot be done in one step."""
-        limits = self.limits()
+        limits = np.zeros(int(self.rounds.max()) + 1)
+        np.maximum.at(limits, self.rounds, self.load)
+        most = limits[self.rounds] * (1 - LEAST)  # [G]
         mine = np.flatnonzero(self.rounds == number)
         longest = int(mine[self.load[mine].argmax()])
         given = np.flatnonzero(self.team == longest)
-        if not len(given):
-            return False
+        given = given[np.unique(self.kind[given], return_index=True)[1]]
         if len(given) > MOST_GIVEN:
             given = given[np.unique(np.linspace(0, len(given) - 1, MOST_GIVEN).astype(np.int64))]
-        most = limits[self.rounds] * (1 - LEAST)
-        return self._move(longest, given, most) or self._swap(longest, given, most) or self._eject(longest, given, most)
+        if not len(given):
+            return False
+        if self._move(longest, given, most):
+            return True
+        others = np.unique(self.team * len(self.kinds) + self.kind, return_index=True)[1]  # one per team and length
+        others = others[self.team[others] != longest]
+        return len(others) > 0 and (
+            self._swap(longest, given, others, most) or self._eject(longest, given, others, most)
+        )
 
     def _move(self, longest: int, given: np.ndarray, most: np.ndarray) -> bool:
         """To a team with time and room: of all moves the one after which the longer of both teams ends first."""
-        work = self.work
-        after = self.load[None, :] + self.ms[self.rows][:, given].T  # [S, G]
-        room = self.tokens[None, :] + self.lengths[given][:, None] <= work.room[self.rows][None, :]
+        after = self.load[:, None] + self.ms[:, given][self.rows]  # [G, S]
+        full = self.tokens[:, None] + self.lengths[given] > self.room[:, None]
         rest = self.load[longest] - self.ms[self.rows[longest], given]
-        score = np.maximum(after - most[None, :], rest[:, None] - most[longest])
-        score[~room] = np.inf
-        score[:, longest] = np.inf
-        at = np.unravel_index(int(score.argmin()), score.shape)
-        if score[at] >= 0:
+        score = np.maximum(after - most[:, None], rest - most[longest])
+        score[full] = np.inf
+        score[longest] = np.inf
+        to, one = np.unravel_index(int(score.argmin()), score.shape)
+        if score[to, one] >= 0:
             return False
-        self._put(int(given[at[0]]), int(at[1]))
+        self._put(int(given[one]), int(to))
         return True
 
-    def _swap(self, longest: int, given: np.ndarray, most: np.ndarray) -> bool:
+    def _swap(self, longest: int, given: np.ndarray, others: np.ndarray, most: np.ndarray) -> bool:
         """With a sequence of another team."""
-        work, team = self.work, self.team
-        every = np.arange(len(team))
-        own = self.rows[longest]
-        rest = self.load[longest] - self.ms[own, given][:, None] + self.ms[own][None, :]  # [S, K]
-        held = self.tokens[longest] - self.lengths[given][:, None] + self.lengths[None, :]
-        after = self._instead(given)
-        score = np.maximum(rest - most[longest], after - most[team][None, :])
-        score[(held > work.room[own]) | self._crowded(given)] = np.inf
-        score[:, team == longest] = np.inf
-        at = np.unravel_index(int(score.argmin()), score.shape)
-        if not score[at] < 0:
+        own, places = self.rows[longest], self.team[others]
+        rest = self.load[longest] - self.ms[own, given] + self.ms[own, others][:, None]  # [O, S]
+        held = self.tokens[longest] - self.lengths[given] + self.lengths[others][:, None]
+        score = np.maximum(rest - most[longest], self._instead(given, others) - most[places][:, None])
+        score[(held > self.room[longest]) | self._crowded(given, others)] = np.inf
+        other, one = np.unravel_index(int(score.argmin()), score.shape)
+        if not score[other, one] < 0:
             return False
-        one, other = int(given[at[0]]), int(every[at[1]])
-        place = int(team[other])
-        self._put(other, longest)
-        self._put(one, place)
+        self._put(int(others[other]), longest)
+        self._put(int(given[one]), int(places[other]))
         return True
 
-    def _eject(self, longest: int, given: np.ndarray, most: np.ndarray) -> bool:
+    def _eject(self, longest: int, given: np.ndarray, others: np.ndarray, most: np.ndarray) -> bool:
         """In place of a sequence that goes on to a third team: where teams have time but no room."""
-        work, team = self.work, self.team
-        ends = self.load[:, None] + self.ms[self.rows]  # [G, K]
-        full = self.tokens[:, None] + self.lengths[None, :] > work.room[self.rows][:, None]
-        behind = ends - most[:, None]
-        behind[full] = np.inf
+        behind = self.load[:, None] + self.ms[:, self.kinds][self.rows] - most[:, None]  # [G, C]
+        behind[self.tokens[:, None] + self.lengths[self.kinds] > self.room[:, None]] = np.inf
         behind[longest] = np.inf
-        behind[team, np.arange(len(team))] = np.inf
-        third = behind.argmin(0)
-        over = behind[third, np.arange(len(team))]  # [K]
+        third = behind.argmin(0)[self.kind[others]]
+        over = behind.min(0)[self.kind[others]]
+        places = self.team[others]
+        over[third == places] = np.inf
         rest = self.load[longest] - self.ms[self.rows[longest], given]
-        score = np.maximum(np.maximum(self._instead(given) - most[team][None, :], over[None, :]), rest[:, None] - most[longest])
-        score[self._crowded(given)] = np.inf
-        score[:, team == longest] = np.inf
-        at = np.unravel_index(int(score.argmin()), score.shape)
-        if not score[at] < 0:
+        score = np.maximum(self._instead(given, others) - most[places][:, None], over[:, None])
+        score = np.maximum(score, rest - most[longest])
+        score[self._crowded(given, others)] = np.inf
+        other, one = np.unravel_index(int(score.argmin()), score.shape)
+        if not score[other, one] < 0:
             return False
-        one, other = int(given[at[0]]), int(at[1])
-        place = int(team[other])
-        self._put(other, int(third[other]))
-        self._put(one, place)
+        self._put(int(others[other]), int(third[other]))
+        self._put(int(given[one]), int(places[other]))
         return True
 
-    def _instead(self, given: np.ndarray) -> np.ndarray:
-        """[S, K] load of the team of each sequence with a given one in its place."""
-        work, team = self.work, self.team
-        mine = self.ms[self.rows[team], np.arange(len(team))]
-        return (self.load[team] - mine)[None, :] + self.ms[self.rows[team]][:, given].T
+    def _instead(self, given: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """[O, S] load of the teams of `others` with a given one in their place."""
+        rows = self.rows[self.team[others]]
+        without = self.load[self.team[others]] - self.ms[rows, others]
+        return without[:, None] + self.ms[:, given][rows]
 
-    def _crowded(self, given: np.ndarray) -> np.ndarray:
-        """[S, K] whether it would not hold that."""
-        work, team = self.work, self.team
-        held = (self.tokens[team] - self.lengths)[None, :] + self.lengths[given][:, None]
-        return held > work.room[self.rows[team]][None, :]
+    def _crowded(self, given: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """[O, S] whether it would not hold that."""
+        left = (self.room - self.tokens)[self.team[others]] + self.lengths[others]
+        return self.lengths[given] > left[:, None]
 
     def _put(self, one: int, to: int) -> None:
-        work, start = self.work, int(self.team[one])
+        start = int(self.team[one])
         self.load[start] -= self.ms[self.rows[start], one]
         self.load[to] += self.ms[self.rows[to], one]
         self.tokens[start] -= self.lengths[one]
@@ -144,7 +137,7 @@ class Repair:
         found: list[list[Filling]] = [[] for _ in range(int(self.rounds.max()) + 1)]
         for number, (at, row) in enumerate(zip(self.rounds.tolist(), self.rows.tolist(), strict=True)):
             mine = np.flatnonzero(self.team == number)
-            load = float(self.work.fixed[row] + self.ms[row, mine].sum())
+            load = float(self.fixed[row] + self.ms[row, mine].sum())
             found[at].append(Filling(row, load, int(self.lengths[mine].sum()), self.members[mine].tolist()))
         return found
 

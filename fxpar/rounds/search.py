@@ -15,7 +15,7 @@ from fxpar.rounds.repair import repaired
 from fxpar.rounds.work import Filling, Kinds, Work, longest_ms
 
 MORE_ROUNDS = 2  # than the tokens need, that are tried
-CUTS = 10  # that are filled; 2 where layouts have to be looked for
+CUTS = 6  # that are filled, for each number of rounds
 LAYOUTS = 4  # that are filled per round, of those that were screened
 REPAIRED = 3  # of the cuts
 STEP = 1.02  # between times for which a layout is looked for
@@ -74,8 +74,7 @@ class _Rounds:
 def find_rounds(work: Work) -> list[Found]:
     """Rounds for all sequences, with their bounds."""
     rounds = _Rounds(work)
-    count = CUTS if rounds.layouts is not None else 2
-    known = [rounds.filled(cut) for cut in cuts(work, work.fewest_rounds + MORE_ROUNDS, count)]
+    known = [rounds.filled(cut) for cut in cuts(work, work.fewest_rounds + MORE_ROUNDS, CUTS)]
     tried = sorted((one for one in known if one is not None), key=_total)[:REPAIRED]
     tried = tried or [in_turn(work)]
     best = min((repaired(work, one) for one in tried), key=_total)

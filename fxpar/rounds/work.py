@@ -46,7 +46,8 @@ class Work:
         places = np.argsort(-given.astype(np.int64), kind="stable")
         ordered = given[places].astype(np.int64)
         degrees = tuple(sorted(costs, reverse=True))
-        room = np.array([costs[degree].tokens for degree in degrees])
+        step = int(np.gcd.reduce(ordered))  # lengths are padded: no team is filled up to a token
+        room = np.array([costs[degree].tokens // step * step for degree in degrees])
         if ordered[0] > room.max():
             ranks = degrees[int(room.argmax())]
             raise SequenceFitsNoTeamError(int(places[0]), int(ordered[0]), int(room.max()), ranks, devices)
