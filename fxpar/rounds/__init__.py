@@ -7,7 +7,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 from fxpar.rounds.cost import RoundCost, TeamCost, read_cost
-from fxpar.rounds.plan import Round, RoundPlan, Team, best_homogeneous, plan_rounds
+from fxpar.rounds.plan import Round, RoundPlan, Team, homogeneous_ms, plan_rounds
 from fxpar.rounds.published import PUBLISHED, cost_of
 
 __all__ = [
@@ -17,8 +17,8 @@ __all__ = [
     "RoundPlan",
     "Team",
     "TeamCost",
-    "best_homogeneous",
     "cost_of",
+    "homogeneous_ms",
     "plan_rounds",
     "read_cost",
 ]

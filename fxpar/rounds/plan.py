@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,8 +10,8 @@ import numpy as np
 from fxpar.rounds.bound import any_cut_bound
 from fxpar.rounds.cost import TeamCost
 from fxpar.rounds.layouts import place
-from fxpar.rounds.search import Found, find_rounds
-from fxpar.rounds.work import Filling, Work
+from fxpar.rounds.search import bounded, find_rounds
+from fxpar.rounds.work import Filling, Work, longest_ms
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,13 @@ def plan_rounds(
     Raises LengthsError, DegreeError, SequenceFitsNoTeamError.
     """
     work = Work.of(lengths, devices, devices_per_node, costs)
-    found = find_rounds(work)
-    return RoundPlan(tuple(_round(work, one) for one in found), any_cut_bound(work))
+    rounds = [_round(work, *bounded(work, teams)) for teams in find_rounds(work)]
+    return RoundPlan(tuple(rounds), any_cut_bound(work))
 
 
-def _round(work: Work, found: Found) -> Round:
+def _round(work: Work, found: Sequence[Filling], bound_ms: float) -> Round:
     """With ranks; idle teams are left out, as none of the others needs another place without them."""
-    used = [team for team in found.teams if team.members]
+    used = [team for team in found if team.members]
     counts = [sum(team.row == row for team in used) for row in range(len(work.degrees))]
     firsts = place(counts, work.degrees, work.devices, work.devices_per_node)
     assert firsts is not None, "a layout was taken that cannot be placed"
@@ -110,7 +110,7 @@ def _round(work: Work, found: Found) -> Round:
         for row, ranks in enumerate(firsts)
         for team, first in zip((one for one in used if one.row == row), ranks, strict=True)
     ]
-    return Round(tuple(teams), found.bound_ms)
+    return Round(tuple(teams), bound_ms)
 
 
 def _team(work: Work, team: Filling, first: int) -> Team:
@@ -120,22 +120,20 @@ def _team(work: Work, team: Filling, first: int) -> Team:
     return Team(first, work.degrees[team.row], sequences, lengths, team.load_ms)
 
 
-def best_homogeneous(
+def homogeneous_ms(
     lengths: Sequence[int] | np.ndarray,
     devices: int,
     costs: Mapping[int, TeamCost],
-    degrees: Iterable[int] | None = None,
     *,
     devices_per_node: int = 8,
-) -> RoundPlan:
-    """The best plan in which all teams have the same degree, of `degrees` (None: of all that hold the longest sequence).
-
-    Raises what `plan_rounds` raises.
+) -> dict[int, float]:
+    """What the best plan takes in which all teams have the same degree, by degree: of each that holds the longest
+    sequence. Raises what `plan_rounds` raises.
     """
-    longest = int(np.max(lengths)) if len(lengths) else 0
-    held = [degree for degree, cost in costs.items() if cost.tokens >= longest]
-    chosen = list(held or costs) if degrees is None else list(degrees)
-    plans = [
-        plan_rounds(lengths, devices, {degree: costs[degree]}, devices_per_node=devices_per_node) for degree in chosen
-    ]
-    return min(plans, key=lambda plan: plan.predicted_ms)
+    longest = int(Work.of(lengths, devices, devices_per_node, costs).lengths[0])
+    works = (
+        Work.of(lengths, devices, devices_per_node, {degree: cost})
+        for degree, cost in costs.items()
+        if cost.tokens >= longest
+    )
+    return {work.degrees[0]: sum(map(longest_ms, find_rounds(work))) for work in works}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 
 from fxpar.rounds.bound import round_bound, teams_within
@@ -19,14 +17,6 @@ CUTS = 6  # that are filled, for each number of rounds
 LAYOUTS = 4  # that are filled per round, of those that were screened
 REPAIRED = 3  # of the cuts
 STEP = 1.02  # between times for which a layout is looked for
-
-
-@dataclass(frozen=True)
-class Found:
-    """A round: its teams, and what none with the same sequences can undercut."""
-
-    teams: list[Filling]
-    bound_ms: float
 
 
 class _Rounds:
@@ -71,32 +61,31 @@ class _Rounds:
         return np.array(found)
 
 
-def find_rounds(work: Work) -> list[Found]:
-    """Rounds for all sequences, with their bounds."""
+def find_rounds(work: Work) -> list[list[Filling]]:
+    """Rounds for all sequences; each has some."""
     rounds = _Rounds(work)
     known = [rounds.filled(cut) for cut in cuts(work, work.fewest_rounds + MORE_ROUNDS, CUTS)]
     tried = sorted((one for one in known if one is not None), key=_total)[:REPAIRED]
-    tried = tried or [in_turn(work)]
-    best = min((repaired(work, one) for one in tried), key=_total)
-    used = [teams for teams in best if any(team.members for team in teams)]
-    return [_bounded(work, teams) for teams in used]
+    best = min((repaired(work, one) for one in tried or [in_turn(work)]), key=_total)
+    return [teams for teams in best if any(team.members for team in teams)]
 
 
 def _total(rounds: Sequence[Sequence[Filling]]) -> float:
     return sum(longest_ms(teams) for teams in rounds)
 
 
-def _bounded(work: Work, teams: list[Filling]) -> Found:
-    """With its bound; in the layout of the program that the bound comes from, where that is better."""
+def bounded(work: Work, teams: list[Filling]) -> tuple[list[Filling], float]:
+    """The round, and what none with its sequences can undercut; in the layout of the program that the bound comes from,
+    where that is better.
+    """
     members = np.sort(np.array([one for team in teams for one in team.members]))
-    taken = longest_ms(teams)
-    bound, counts = round_bound(work, members, taken)
+    bound, counts = round_bound(work, members, longest_ms(teams))
     if counts is not None:
         counts = placeable(counts, work.degrees, work.devices, work.devices_per_node)
         other = filled(work, members, counts)
         if other is not None:
             teams = min(teams, *repaired(work, [other]), key=longest_ms)
-    return Found(teams, bound)
+    return teams, bound
 
 
 def in_turn(work: Work) -> list[list[Filling]]:
@@ -104,8 +93,8 @@ def in_turn(work: Work) -> list[list[Filling]]:
     rounds as that takes.
     """
     row = int(work.room.argmax())
-    degree = work.degrees[row]
-    per_round = int(placeable([work.devices // degree if one == row else 0 for one in range(len(work.degrees))], work.degrees, work.devices, work.devices_per_node)[row])
+    most = [work.devices // degree * (number == row) for number, degree in enumerate(work.degrees)]
+    per_round = placeable(most, work.degrees, work.devices, work.devices_per_node)[row]
     teams = [Filling(row, float(work.fixed[row]))]
     for one, tokens in enumerate(work.lengths.tolist()):
         if teams[-1].tokens + tokens > work.room[row]:
