@@ -72,8 +72,8 @@ def teams_within(work: Work, kinds: Kinds, limit: float) -> tuple[int, ...] | No
     few = np.flatnonzero(most[row, kind] <= FEW)
     teams = flows + np.arange(rows)
     parts = [  # (constraint, variable, factor)
-        (row, at, kinds.ms[row, kind] / work.fixed.max()),
-        (np.arange(rows), teams, -left / work.fixed.max()),
+        (row, at, kinds.ms[row, kind] / limit),
+        (np.arange(rows), teams, -left / limit),
         (rows + row, at, kinds.lengths[kind] / work.room.min()),
         (rows + np.arange(rows), teams, -work.room / work.room.min()),
         (np.full(rows, 2 * rows), teams, np.array(work.degrees, dtype=np.float64)),

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fxpar.errors import DegreeError, RoundCostError, nearest
+from fxpar.errors import CostModelError, DegreeError, RoundCostError, nearest
 from fxpar.ir.written import brief, read
 
 _MIB = 1024  # in a GiB
@@ -22,13 +22,19 @@ class TeamCost:
     """A team of one degree, in a round: it takes fixed + per_token * T + per_square * sum(len**2) ms, where T is the sum
     of the lengths of its sequences, and holds `tokens` of them. What one sequence adds does not depend on the others.
 
-    `fxpar.cost.group_cost.GroupCost` has the same three numbers, in seconds.
+    `fxpar.cost.group_cost.GroupCost` has the same three numbers, in seconds. Raises CostModelError for one that is
+    negative or not finite, and for a team that holds no token.
     """
 
     fixed_ms: float
     per_token_ms: float
     per_square_ms: float
     tokens: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (math.isfinite(value) and value >= (name == "tokens")):
+                raise CostModelError(name, value)
 
     def sequence_ms(self, lengths: np.ndarray) -> np.ndarray:
         """What sequences of these lengths [K] add, [K]."""

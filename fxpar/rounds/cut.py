@@ -35,7 +35,7 @@ def times(work: Work) -> np.ndarray:
     least = float((work.ms[:, -1] + work.fixed).min())
     device_ms = (work.ms * np.array(work.degrees)[:, None]).min(0)
     most = 2 * float(work.fixed.max() + device_ms.sum() / work.devices) + float(finite.min(0).max())
-    return np.union1d(np.geomspace(least, max(most, 2 * least), TIMES), alone)
+    return np.union1d(np.geomspace(max(least, 1e-9), max(most, 2 * least, 1e-6), TIMES), alone)
 
 
 def estimated(work: Work, places: np.ndarray) -> np.ndarray:
@@ -65,7 +65,7 @@ def estimated(work: Work, places: np.ndarray) -> np.ndarray:
             continue
         whole = np.ceil(devices / degree - 1e-9) * degree
         need += whole
-        per_token = device_ms[row, -1] / kinds.lengths[-1]
+        per_token = max(device_ms[row, -1] / kinds.lengths[-1], 1e-12)
         spare += np.minimum(whole * per_device - tokens, (whole * span - taken_ms) / per_token)
     need += small * np.maximum(0.0, 1 - spare / np.maximum(short, 1))
     need[kinds.between(bad, places) > 0] = np.inf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 import numpy as np
 
 from fxpar.rounds.bound import round_bound, teams_within
@@ -14,9 +15,12 @@ from fxpar.rounds.work import Filling, Kinds, Work, longest_ms
 
 MORE_ROUNDS = 2  # than the tokens need, that are tried
 CUTS = 6  # that are filled, for each number of rounds
+CUTS_LOOKED_FOR = 3  # the same where layouts have to be looked for
 LAYOUTS = 4  # that are filled per round, of those that were screened
 REPAIRED = 3  # of the cuts
-STEP = 1.02  # between times for which a layout is looked for
+STEP = 0.02  # of a time, to the next one for which a layout is looked for; steps grow
+LOOKS = 14
+MOST_TOGETHER = 8  # rounds that are cut together; more are planned in parts
 
 
 class _Rounds:
@@ -45,29 +49,56 @@ class _Rounds:
         return best_filled(self.work, members, layouts, LAYOUTS)
 
     def _looked_for(self, members: np.ndarray) -> np.ndarray:
-        """[L, D] layouts of the aggregate program, for the first times that have one."""
+        """[1, D] the layout of the aggregate program for the first time that has one; [0, D] if none has."""
         work, kinds = self.work, Kinds.of(self.work, members)
         device_ms = (kinds.ms * np.array(work.degrees)[:, None]).min(0)
         limit = float(work.fixed.max() + (device_ms * kinds.counts).sum() / work.devices)
         limit = max(limit, float((kinds.ms + work.fixed[:, None]).min(0).max())) * (1 + 1e-9)
-        found: list[tuple[int, ...]] = []
+        none = np.zeros((0, len(work.degrees)), dtype=np.int64)
         if kinds.lengths @ kinds.counts > work.capacity:
-            return np.zeros((0, len(work.degrees)), dtype=np.int64)
-        while len(found) < 2:
+            return none
+        step = STEP
+        for _ in range(LOOKS):
             counts = teams_within(work, kinds, limit)
             if counts is not None:
-                found.append(placeable(counts, work.degrees, work.devices, work.devices_per_node))
-            limit *= STEP
-        return np.array(found)
+                return np.array([placeable(counts, work.degrees, work.devices, work.devices_per_node)])
+            limit *= 1 + step
+            step *= 1.5
+        return none
 
 
 def find_rounds(work: Work) -> list[list[Filling]]:
-    """Rounds for all sequences; each has some."""
-    rounds = _Rounds(work)
-    known = [rounds.filled(cut) for cut in cuts(work, work.fewest_rounds + MORE_ROUNDS, CUTS)]
+    """Rounds for all sequences; each has some. Very many are planned in parts of neighbours."""
+    parts = -(-work.fewest_rounds // MOST_TOGETHER)
+    if parts == 1:
+        found = _find_together(work)
+    else:
+        tokens = np.cumsum(work.lengths)
+        edges = np.searchsorted(tokens, tokens[-1] * np.arange(parts + 1) / parts)
+        edges[-1] = len(tokens)
+        found = [teams for first, last in pairwise(edges.tolist()) for teams in _find_part(work, first, last)]
+        found = repaired(work, found)
+    return [teams for teams in found if any(team.members for team in teams)]
+
+
+def _find_part(work: Work, first: int, last: int) -> list[list[Filling]]:
+    found = _find_together(work.part(first, last))
+    for team in (team for teams in found for team in teams):
+        team.members = [first + one for one in team.members]
+    return found
+
+
+def _find_together(work: Work) -> list[list[Filling]]:
+    rounds, simple = _Rounds(work), in_turn(work)
+    count = CUTS if rounds.layouts is not None else CUTS_LOOKED_FOR
+    most = work.fewest_rounds + MORE_ROUNDS
+    while True:
+        known = [rounds.filled(cut) for cut in cuts(work, most, count)]
+        if any(known) or most >= len(simple):
+            break
+        most *= 2
     tried = sorted((one for one in known if one is not None), key=_total)[:REPAIRED]
-    best = min((repaired(work, one) for one in tried or [in_turn(work)]), key=_total)
-    return [teams for teams in best if any(team.members for team in teams)]
+    return min((repaired(work, one) for one in [*tried, simple]), key=_total)
 
 
 def _total(rounds: Sequence[Sequence[Filling]]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -58,13 +58,18 @@ class Work:
     @cached_property
     def capacity(self) -> int:
         """Tokens that all devices hold at the same time, at most."""
-        per_device = max(int(room) / degree for room, degree in zip(self.room, self.degrees, strict=True))
-        return int(per_device * self.devices)
+        rooms = zip(self.room.tolist(), self.degrees, strict=True)
+        return max(room * self.devices // degree for room, degree in rooms)
 
     @property
     def fewest_rounds(self) -> int:
         """As many as the tokens need at least."""
-        return max(1, -(-int(self.lengths.sum()) // self.capacity))
+        return -(-int(self.lengths.sum()) // self.capacity)
+
+    def part(self, first: int, last: int) -> Work:
+        """Of these sequences alone."""
+        mine = slice(first, last)
+        return replace(self, lengths=self.lengths[mine], places=self.places[mine], ms=self.ms[:, mine])
 
 
 @dataclass(frozen=True)
