@@ -9,6 +9,7 @@ import numpy as np
 from fxpar.rounds.work import Filling, Work
 
 MOST_GIVEN = 24  # lengths in the longest team that are looked at, spread over them
+MOST_PAIRED = 10  # lengths of another team, of which two are looked at together
 MOST_STEPS = 400
 LEAST = 1e-6  # of a round's time that a step must win
 
@@ -53,8 +54,7 @@ class Repair:
         longest = int(mine[self.load[mine].argmax()])
         given = np.flatnonzero(self.team == longest)
         given = given[np.unique(self.kind[given], return_index=True)[1]]
-        if len(given) > MOST_GIVEN:
-            given = given[np.unique(np.linspace(0, len(given) - 1, MOST_GIVEN).astype(np.int64))]
+        given = _spread(given, MOST_GIVEN)
         if not len(given):
             return False
         if self._move(longest, given, most):
@@ -94,24 +94,42 @@ class Repair:
         return True
 
     def _eject(self, longest: int, given: np.ndarray, others: np.ndarray, most: np.ndarray) -> bool:
-        """In place of a sequence that goes on to a third team: where teams have time but no room."""
+        """In place of two: one comes back, and the other goes on to a third team. That helps where teams have time but no
+        room for a given one in place of a single shorter one.
+        """
+        first, second = self._pairs(others)
+        if not len(first):
+            return False
         behind = self.load[:, None] + self.ms[:, self.kinds][self.rows] - most[:, None]  # [G, C]
         behind[self.tokens[:, None] + self.lengths[self.kinds] > self.room[:, None]] = np.inf
         behind[longest] = np.inf
-        third = behind.argmin(0)[self.kind[others]]
-        over = behind.min(0)[self.kind[others]]
-        places = self.team[others]
+        own, places, kind = self.rows[longest], self.team[first], self.kind[second]
+        third, over = behind.argmin(0)[kind], behind.min(0)[kind]
         over[third == places] = np.inf
-        rest = self.load[longest] - self.ms[self.rows[longest], given]
-        score = np.maximum(self._instead(given, others) - most[places][:, None], over[:, None])
-        score = np.maximum(score, rest - most[longest])
-        score[self._crowded(given, others)] = np.inf
-        other, one = np.unravel_index(int(score.argmin()), score.shape)
-        if not score[other, one] < 0:
+        rest = self.load[longest] - self.ms[own, given] + self.ms[own, first][:, None] - most[longest]  # [P, S]
+        after = self._instead(given, first) - (self.ms[self.rows[places], second] + most[places])[:, None]
+        score = np.maximum(np.maximum(rest, after), over[:, None])
+        held = self.tokens[longest] - self.lengths[given] + self.lengths[first][:, None]
+        freed = (self.room - self.tokens)[places] + self.lengths[first] + self.lengths[second]
+        score[(held > self.room[longest]) | (self.lengths[given] > freed[:, None])] = np.inf
+        pair, one = np.unravel_index(int(score.argmin()), score.shape)
+        if not score[pair, one] < 0:
             return False
-        self._put(int(others[other]), int(third[other]))
-        self._put(int(given[one]), int(places[other]))
+        self._put(int(first[pair]), longest)
+        self._put(int(second[pair]), int(third[pair]))
+        self._put(int(given[one]), int(places[pair]))
         return True
+
+    def _pairs(self, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """([P], [P]): two of `others` in the same team, of MOST_PAIRED spread over its lengths at most."""
+        firsts: list[np.ndarray] = []
+        seconds: list[np.ndarray] = []
+        for mine in np.split(others, np.flatnonzero(np.diff(self.team[others])) + 1):
+            some = _spread(mine, MOST_PAIRED)
+            left, right = np.nonzero(~np.eye(len(some), dtype=bool))
+            firsts.append(some[left])
+            seconds.append(some[right])
+        return np.concatenate(firsts), np.concatenate(seconds)
 
     def _instead(self, given: np.ndarray, others: np.ndarray) -> np.ndarray:
         """[O, S] load of the teams of `others` with a given one in their place."""
@@ -140,6 +158,11 @@ class Repair:
             load = float(self.fixed[row] + self.ms[row, mine].sum())
             found[at].append(Filling(row, load, int(self.lengths[mine].sum()), self.members[mine].tolist()))
         return found
+
+
+def _spread(values: np.ndarray, most: int) -> np.ndarray:
+    """At most so many of them, at equal distances."""
+    return values if len(values) <= most else values[np.linspace(0, len(values) - 1, most).astype(np.int64)]
 
 
 def repaired(work: Work, rounds: Sequence[Sequence[Filling]]) -> list[list[Filling]]:

@@ -111,5 +111,5 @@ class Filling:
 
 
 def longest_ms(teams: Sequence[Filling]) -> float:
-    """What a round of these teams takes; one without sequences runs nothing."""
-    return max(team.load_ms for team in teams if team.members)
+    """What a round of these teams takes; without sequences it runs nothing."""
+    return max((team.load_ms for team in teams if team.members), default=0.0)
