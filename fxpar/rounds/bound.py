@@ -13,17 +13,17 @@ FEW = 3  # of sequences that fit into a team, from which on their number is not 
 _SOLVED, _INFEASIBLE = 0, 2  # statuses of scipy's
 
 
-def round_bound(work: Work, members: np.ndarray, upper: float) -> tuple[float, tuple[int, ...] | None]:
-    """ms that no round with these sequences can undercut, at most `upper`, which is what one takes; and the number of
-    teams of each degree at the shortest time for which the aggregate program has a solution (None: not below `upper`).
+def round_bound(work: Work, members: np.ndarray, upper: float) -> tuple[float, list[tuple[int, ...]]]:
+    """ms that no round with these sequences can undercut, at most `upper`, which is what one takes; and the layouts of
+    the aggregate program for shorter times that were looked at, the shortest last.
 
     A round of C ms gives a solution of the aggregate program of C (`teams_within`). As a longer round gives one of any
     larger C, all times below the least feasible C are impossible. Bisection keeps `low` at a time for which there is
     none, so `low` is a bound wherever it stops.
     """
     kinds = Kinds.of(work, members)
-    low = _simple_bound(work, kinds)
-    high, counts = upper, None
+    low, high = _simple_bound(work, kinds), upper
+    layouts: list[tuple[int, ...]] = []
     share = 0.01  # gaps are small: the first looks are close to what was found
     while high - low > CLOSE * upper:
         middle = max(high - share * upper, (low + high) / 2)
@@ -31,9 +31,10 @@ def round_bound(work: Work, members: np.ndarray, upper: float) -> tuple[float, t
         if found is None:
             low = middle
         else:
-            high, counts = middle, found
+            high = middle
+            layouts.append(found)
             share *= 2
-    return min(low, upper), counts
+    return min(low, upper), layouts
 
 
 def _simple_bound(work: Work, kinds: Kinds) -> float:

@@ -106,17 +106,15 @@ def _total(rounds: Sequence[Sequence[Filling]]) -> float:
 
 
 def bounded(work: Work, teams: list[Filling]) -> tuple[list[Filling], float]:
-    """The round, and what none with its sequences can undercut; in the layout of the program that the bound comes from,
-    where that is better.
+    """The round, and what none with its sequences can undercut; in a layout that the bound came across, where one of
+    those is better.
     """
     members = np.sort(np.array([one for team in teams for one in team.members]))
-    bound, counts = round_bound(work, members, longest_ms(teams))
-    if counts is not None:
-        counts = placeable(counts, work.degrees, work.devices, work.devices_per_node)
-        other = filled(work, members, counts)
-        if other is not None:
-            teams = min(teams, *repaired(work, [other]), key=longest_ms)
-    return teams, bound
+    bound, layouts = round_bound(work, members, longest_ms(teams))
+    usable = {placeable(one, work.degrees, work.devices, work.devices_per_node) for one in layouts}
+    others = [other for counts in sorted(usable) if (other := filled(work, members, counts)) is not None]
+    best = sorted(others, key=longest_ms)[:REPAIRED]
+    return min([teams, *(repaired(work, [one])[0] for one in best)], key=longest_ms), bound
 
 
 def in_turn(work: Work) -> list[list[Filling]]:
