@@ -14,7 +14,7 @@ from fxpar.cli.options import Json, Lengths
 from fxpar.ir.strategy_text import MOST_RANKS
 
 _RANGE = re.compile(r"(\d{1,9}):(\d{1,9})")
-_DEGREES = re.compile(r"\d{1,6}(,\d{1,6})*")
+_DEGREES = re.compile(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*")
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,9 @@ def read_cost(path: str) -> RoundCost:
         raise RoundCostError(repr(path), str(error), "Write the constants as one JSON object") from error
     known = {one.name: one for one in fields(RoundCost)}
     if not isinstance(data, dict):
-        raise RoundCostError(repr(path), f"it holds a {type(data).__name__}", f"Write an object with {', '.join(known)}")
+        raise RoundCostError(
+            repr(path), f"it holds a {type(data).__name__}", f"Write an object with {', '.join(known)}"
+        )
     for key in data:
         if key not in known:
             raise RoundCostError(repr(path), f"key {key!r} is unknown{nearest(key, known)}", "Delete or rename it")

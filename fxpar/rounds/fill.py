@@ -58,9 +58,9 @@ def _items(work: Work, members: np.ndarray) -> list[tuple[np.ndarray, int, bool]
     return found
 
 
-def filled(work: Work, members: np.ndarray, counts: Sequence[int], limit: float = np.inf) -> list[Filling] | None:
+def filled(work: Work, members: np.ndarray, counts: Sequence[int]) -> list[Filling] | None:
     """Teams of this layout (as many as `counts` says of each degree) with these sequences; None where a sequence has no
-    room, or where the round would not end before `limit` ms.
+    room.
     """
     teams: list[Filling] = []
     heaps: list[tuple[int, float, list[tuple[float, int]]]] = []  # row, fixed, (load, number of team)
@@ -74,7 +74,7 @@ def filled(work: Work, members: np.ndarray, counts: Sequence[int], limit: float 
     rows = [row for row, _, _ in heaps]
     adds = work.ms[np.ix_(rows, members)].T.tolist()
     for one, mine, tokens in zip(members.tolist(), adds, work.lengths[members].tolist(), strict=True):
-        best, chosen = limit, -1
+        best, chosen = np.inf, -1
         for number, (_, room, heap) in enumerate(heaps):
             if mine[number] >= best or tokens > room:
                 continue
@@ -112,12 +112,9 @@ def _to_top(teams: Sequence[Filling], heap: list[tuple[float, int]], most: float
     return True
 
 
-def best_filled(work: Work, members: np.ndarray, layouts: np.ndarray, tries: int) -> list[Filling] | None:
-    """The best teams in one of the `tries` layouts that look best; None if none of those has room."""
+def best_filled(work: Work, members: np.ndarray, layouts: np.ndarray, tries: int) -> list[list[Filling]]:
+    """Teams in those of the `tries` layouts that look best that have room, the shortest first."""
     looks = screened(work, members, layouts)
-    best: list[Filling] | None = None
-    for at in np.argsort(looks, kind="stable")[:tries]:
-        if not np.isfinite(looks[at]):
-            break
-        best = filled(work, members, layouts[at], longest_ms(best) if best else np.inf) or best
-    return best
+    order = [at for at in np.argsort(looks, kind="stable")[:tries] if np.isfinite(looks[at])]
+    found = [teams for at in order if (teams := filled(work, members, layouts[at])) is not None]
+    return sorted(found, key=longest_ms)

@@ -45,9 +45,7 @@ def _always_placed(degrees: Sequence[int], devices_per_node: int) -> bool:
     return all(size & (size - 1) == 0 for size in (*degrees, devices_per_node))
 
 
-def place(
-    counts: Sequence[int], degrees: Sequence[int], devices: int, devices_per_node: int
-) -> list[list[int]] | None:
+def place(counts: Sequence[int], degrees: Sequence[int], devices: int, devices_per_node: int) -> list[list[int]] | None:
     """First rank of each team by row of `degrees` (largest first), so that no team of up to a node's devices stands on
     two nodes; None if that cannot be. Larger ones begin a node; smaller ones go to the first node with room.
     """
@@ -91,7 +89,9 @@ def placeable(counts: Sequence[int], degrees: Sequence[int], devices: int, devic
     while not fits():
         found[max(row for row, count in enumerate(found) if count)] -= 1
     for row, degree in enumerate(degrees):
-        while degree <= devices_per_node and sum(n * d for n, d in zip(found, degrees, strict=True)) + degree <= devices:
+        while (
+            degree <= devices_per_node and sum(n * d for n, d in zip(found, degrees, strict=True)) + degree <= devices
+        ):
             found[row] += 1
             if not fits():
                 found[row] -= 1

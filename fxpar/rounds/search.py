@@ -14,6 +14,7 @@ from fxpar.rounds.repair import repaired
 from fxpar.rounds.work import Filling, Kinds, Work, longest_ms
 
 MORE_ROUNDS = 2  # than the tokens need, that are tried
+MANY = 512  # sequences, of which these are tried; of fewer as many more, as that takes no longer:
 CUTS = 6  # that are filled, for each number of rounds
 CUTS_LOOKED_FOR = 3  # the same where layouts have to be looked for
 LAYOUTS = 4  # that are filled per round, of those that were screened
@@ -23,14 +24,20 @@ LOOKS = 14
 MOST_TOGETHER = 8  # rounds that are cut together; more are planned in parts
 
 
+def _known_layouts(work: Work) -> np.ndarray | None:
+    """[L, D] all layouts; None where there are too many."""
+    if count_layouts(work.devices, work.degrees) > MOST_LAYOUTS:
+        return None
+    return all_layouts(work.devices, work.degrees, work.devices_per_node)
+
+
 class _Rounds:
     """Rounds of neighbours, each filled once."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
         self.known: dict[tuple[int, int], list[Filling] | None] = {}
-        few = count_layouts(work.devices, work.degrees) <= MOST_LAYOUTS
-        self.layouts = all_layouts(work.devices, work.degrees, work.devices_per_node) if few else None
+        self.layouts = _known_layouts(work)
 
     def filled(self, cut: Cut) -> list[list[Filling]] | None:
         """None if a round does not hold its sequences."""
@@ -46,7 +53,7 @@ class _Rounds:
 
     def _fill(self, members: np.ndarray) -> list[Filling] | None:
         layouts = self._looked_for(members) if self.layouts is None else self.layouts
-        return best_filled(self.work, members, layouts, LAYOUTS)
+        return next(iter(best_filled(self.work, members, layouts, LAYOUTS * _closer(self.work))), None)
 
     def _looked_for(self, members: np.ndarray) -> np.ndarray:
         """[1, D] the layout of the aggregate program for the first time that has one; [0, D] if none has."""
@@ -90,15 +97,21 @@ def _find_part(work: Work, first: int, last: int) -> list[list[Filling]]:
 
 def _find_together(work: Work) -> list[list[Filling]]:
     rounds, simple = _Rounds(work), in_turn(work)
-    count = CUTS if rounds.layouts is not None else CUTS_LOOKED_FOR
+    closer = _closer(work)
+    count = CUTS * closer if rounds.layouts is not None else CUTS_LOOKED_FOR
     most = work.fewest_rounds + MORE_ROUNDS
     while True:
         known = [rounds.filled(cut) for cut in cuts(work, most, count)]
         if any(known) or most >= len(simple):
             break
         most *= 2
-    tried = sorted((one for one in known if one is not None), key=_total)[:REPAIRED]
+    tried = sorted((one for one in known if one is not None), key=_total)[: REPAIRED * closer]
     return min((repaired(work, one) for one in [*tried, simple]), key=_total)
+
+
+def _closer(work: Work) -> int:
+    """How many times as much is tried, as there are few sequences."""
+    return min(8, max(1, MANY // len(work.lengths)))
 
 
 def _total(rounds: Sequence[Sequence[Filling]]) -> float:
@@ -106,14 +119,17 @@ def _total(rounds: Sequence[Sequence[Filling]]) -> float:
 
 
 def bounded(work: Work, teams: list[Filling]) -> tuple[list[Filling], float]:
-    """The round, and what none with its sequences can undercut; in a layout that the bound came across, where one of
-    those is better.
+    """The round, and what none with its sequences can undercut. Layouts that the bound came across, and of few sequences
+    those that look best, are filled; the round is in one of them where that is better.
     """
     members = np.sort(np.array([one for team in teams for one in team.members]))
-    bound, layouts = round_bound(work, members, longest_ms(teams))
-    usable = {placeable(one, work.degrees, work.devices, work.devices_per_node) for one in layouts}
-    others = [other for counts in sorted(usable) if (other := filled(work, members, counts)) is not None]
-    best = sorted(others, key=longest_ms)[:REPAIRED]
+    bound, found = round_bound(work, members, longest_ms(teams))
+    placed = {placeable(one, work.degrees, work.devices, work.devices_per_node) for one in found}
+    others = [other for counts in sorted(placed) if (other := filled(work, members, counts)) is not None]
+    layouts = _known_layouts(work)
+    if layouts is not None and _closer(work) > 1:
+        others += best_filled(work, members, layouts, LAYOUTS * _closer(work))
+    best = sorted(others, key=longest_ms)[: REPAIRED * _closer(work)]
     return min([teams, *(repaired(work, [one])[0] for one in best)], key=longest_ms), bound
 
 
