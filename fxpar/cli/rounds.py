@@ -131,7 +131,8 @@ def _seconds(batches: list[dict[str, Any]], key: str) -> float:
 
 def _show(request: RoundsRequest, document: dict[str, Any]) -> None:
     console, batches = stdout_console(), document["batches"]
-    asked = f"up to {document['tokens_per_device']:,} tokens per device, teams of {', '.join(map(str, document['degrees']))}"
+    degrees = ", ".join(map(str, document["degrees"]))
+    asked = f"up to {document['tokens_per_device']:,} tokens per device, teams of {degrees}"
     console.print(f"{request.cost} on {request.devices} devices: {asked}", markup=False)
     titles = ("batch", "tokens", "rounds", "predicted", "bound", "any cut", "static", "one degree", "CPU s")
     rows = [

@@ -108,8 +108,9 @@ def any_cut_bound(work: Work) -> float:
 
     Let M be the number of rounds, C what the longest takes, f the least fixed time of a team, N the devices, and let
     p(l, C) be the fewest device-ms, degree * ms, of a sequence over the degrees at which it and the fixed time end
-    within C. In a round of C_j ms, no device is in two teams, so N * (C_j - f) >= sum of degree * (time of the team - f)
-    >= sum of degree * ms over its sequences >= sum of p(l, C), as no round is longer than C. Over all rounds:
+    within C. In a round of C_j ms no device is in two teams, so N * (C_j - f) is at least the sum over its teams of
+    degree * (time - f), that is at least the sum over its sequences of degree * ms, and that at least the sum of
+    p(l, C), as no round is longer than C. Over all rounds:
 
         sum C_j >= M * f + sum p(l, C) / N                                                      (1)
 

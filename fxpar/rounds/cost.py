@@ -19,7 +19,7 @@ _MIB = 1024  # in a GiB
 
 @dataclass(frozen=True)
 class TeamCost:
-    """A team of one degree, in a round: it takes fixed + per_token * T + per_square * sum(len**2) ms, where T is the sum
+    """A team of one degree in a round: it takes fixed + per_token * T + per_square * sum(len**2) ms, where T is the sum
     of the lengths of its sequences, and holds `tokens` of them. What one sequence adds does not depend on the others.
 
     `fxpar.cost.group_cost.GroupCost` has the same three numbers, in seconds. Raises CostModelError for one that is

@@ -101,7 +101,7 @@ def cuts(work: Work, most_rounds: int, count: int) -> list[Cut]:
     for _ in range(most_rounds):
         longer: list[list[tuple[float, tuple[int, ...]]]] = [[] for _ in places]
         for at in range(1, last + 1):
-            options = [
+            options: list[tuple[float, tuple[int, ...]]] = [
                 (ms + float(table[path[-1], at]), (*path, at))
                 for paths in ending[:at]
                 for ms, path in paths

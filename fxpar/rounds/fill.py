@@ -72,7 +72,7 @@ def filled(work: Work, members: np.ndarray, counts: Sequence[int]) -> list[Filli
         if heap:
             heaps.append((row, float(work.room[row]), heap))
     rows = [row for row, _, _ in heaps]
-    adds = work.ms[np.ix_(rows, members)].T.tolist()
+    adds = work.ms[rows][:, members].T.tolist()
     for one, mine, tokens in zip(members.tolist(), adds, work.lengths[members].tolist(), strict=True):
         best, chosen = np.inf, -1
         for number, (_, room, heap) in enumerate(heaps):

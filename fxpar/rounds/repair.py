@@ -94,8 +94,8 @@ class Repair:
         return True
 
     def _eject(self, longest: int, given: np.ndarray, others: np.ndarray, most: np.ndarray) -> bool:
-        """In place of two: one comes back, and the other goes on to a third team. That helps where teams have time but no
-        room for a given one in place of a single shorter one.
+        """In place of two: one comes back, and the other goes on to a third team. That helps where teams have time, but
+        no room for a sequence in place of one shorter one.
         """
         first, second = self._pairs(others)
         if not len(first):

@@ -1,9 +1,10 @@
-"""The search: cuts that look best are filled, the best of those repaired, and each round tried in the bound's layout."""
+"""The search: cuts that look best are filled, the best of those repaired, and rounds tried in layouts of the bound."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+
 import numpy as np
 
 from fxpar.rounds.bound import round_bound, teams_within
@@ -119,8 +120,8 @@ def _total(rounds: Sequence[Sequence[Filling]]) -> float:
 
 
 def bounded(work: Work, teams: list[Filling]) -> tuple[list[Filling], float]:
-    """The round, and what none with its sequences can undercut. Layouts that the bound came across, and of few sequences
-    those that look best, are filled; the round is in one of them where that is better.
+    """The round, and what none with its sequences can undercut. Layouts that the bound came across, and of few
+    sequences those that look best, are filled; the round is in one of them where that is better.
     """
     members = np.sort(np.array([one for team in teams for one in team.members]))
     bound, found = round_bound(work, members, longest_ms(teams))

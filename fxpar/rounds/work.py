@@ -74,8 +74,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Kinds:
-    """Sequences by length, the longest first: `lengths` [C], `counts` [C] of each, `firsts` [C] how many longer ones there
-    are, and `ms` [D, C] of one of them.
+    """Sequences by length, the longest first: `lengths` [C], `counts` [C] of each, `firsts` [C] how many longer ones
+    there are, and `ms` [D, C] of one of them.
     """
 
     lengths: np.ndarray

@@ -35,8 +35,8 @@ def test_sequences_are_swapped():
 
 
 def test_a_sequence_takes_the_place_of_two_where_there_is_no_room_for_it():
-    """700 and 300 take longest, and 1,000 tokens are all that a team holds. 700 goes to the second team, whose 500 comes
-    back and whose 250 goes on to the first.
+    """700 and 300 take longest, and 1,000 tokens are all that a team holds. 700 goes to the second team, whose 500
+    comes back and whose 250 goes on to the first.
     """
     work = Work.of([700, 700, 500, 300, 250, 250], 3, 3, some(1))
     rounds = [teams_of(work, [1], [2, 4, 5], [0, 3])]
