@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from fxpar.cli.console import human_seconds, print_table, stdout_console, working
 from fxpar.cli.request import check_output, write_json
 from fxpar.cli.rounds_commands import RoundsRequest
-from fxpar.errors import BatchRangeError, DegreeError
+from fxpar.errors import DegreeError
 from fxpar.rounds import RoundPlan, TeamCost, cost_of, homogeneous_ms, plan_rounds
+from fxpar.rounds.batches import Batch, batches_of
 from fxpar.search.lengths import read_lengths
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """`places` [K] of the sequences of a batch in the file, and their padded lengths; `dropped` ones were too long."""
-
-    number: int
-    places: np.ndarray
-    lengths: np.ndarray
-    dropped: int
 
 
 def run_rounds(request: RoundsRequest) -> None:
@@ -32,7 +20,7 @@ def run_rounds(request: RoundsRequest) -> None:
     check_output(request.json)
     lengths = read_lengths(request.lengths or "")
     longest = request.max_length or int(lengths.max())
-    batches = _batches(request, lengths, longest)
+    batches = batches_of(lengths, request.batch_range, request.batch, longest, request.devices)
     degrees = request.team_degrees
     if not degrees:
         raise DegreeError(request.min_degree, f"no team of so many ranks is left on {request.devices} devices")
@@ -59,27 +47,7 @@ def run_rounds(request: RoundsRequest) -> None:
         _show(request, document)
 
 
-def _batches(request: RoundsRequest, lengths: np.ndarray, longest: int) -> list[_Batch]:
-    """Raises BatchRangeError for batches that the file does not have, and for one without sequences."""
-    numbers, there = request.batch_range, -(-len(lengths) // request.batch)
-    if not numbers:
-        raise BatchRangeError(request.batches, "there is none from the first to the end", "Write such as 0:10")
-    if numbers[-1] >= there:
-        why = f"{len(lengths):,} lengths make {there:,} batches of {request.batch:,}"
-        raise BatchRangeError(request.batches, why, f"Write at most 0:{there}")
-    unit, found = 2 * request.devices, []
-    for number in numbers:
-        first = number * request.batch
-        mine = lengths[first : first + request.batch]
-        kept = np.flatnonzero(mine <= longest)
-        if not len(kept):
-            why = f"no sequence of batch {number} has at most {longest:,} tokens"
-            raise BatchRangeError(request.batches, why, "Give a larger --max-length, or leave it out")
-        found.append(_Batch(number, first + kept, -(-mine[kept] // unit) * unit, len(mine) - len(kept)))
-    return found
-
-
-def _planned(batch: _Batch, request: RoundsRequest, costs: Mapping[int, TeamCost]) -> dict[str, Any]:
+def _planned(batch: Batch, request: RoundsRequest, costs: Mapping[int, TeamCost]) -> dict[str, Any]:
     begun = time.process_time()
     plan = plan_rounds(batch.lengths, request.devices, costs, devices_per_node=request.devices_per_node)
     spent = time.process_time() - begun

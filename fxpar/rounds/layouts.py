@@ -89,9 +89,8 @@ def placeable(counts: Sequence[int], degrees: Sequence[int], devices: int, devic
     while not fits():
         found[max(row for row, count in enumerate(found) if count)] -= 1
     for row, degree in enumerate(degrees):
-        while (
-            degree <= devices_per_node and sum(n * d for n, d in zip(found, degrees, strict=True)) + degree <= devices
-        ):
+        left = devices - sum(n * d for n, d in zip(found, degrees, strict=True))
+        for _ in range(left // degree if degree <= devices_per_node else 0):
             found[row] += 1
             if not fits():
                 found[row] -= 1
