@@ -1,4 +1,4 @@
-"""Batches planned as rounds of teams, FlexSP's problem, with its constants: seconds of a batch, and CPU seconds to plan.
+"""Batches planned as rounds of teams, FlexSP's problem with its constants: their seconds, and CPU seconds to plan.
 
     OMP_NUM_THREADS=1 python benchmarks/bench_rounds.py [--lengths FILE.npz] [--tiny] [--json FILE]
 
@@ -50,6 +50,7 @@ CASES = (
     Case(128, 192 * K, 2, range(3), 1, 0.05),
     Case(256, 192 * K, 2, range(3), 2, 0.05),
     Case(1024, 192 * K, 2, range(3), 8, 0.05),
+    Case(1024, 192 * K, 1, range(3), 8, 0.05),
 )
 TINY = Case(8, 4 * K, 2, range(1), 0.5, 0.05)
 

@@ -57,7 +57,7 @@ COMMANDS: tuple[tuple[str, str, type, Sequence[str]], ...] = (
         "rounds",
         "Plan batches as rounds of teams side by side.",
         rounds_commands.RoundsRequest,
-        ("fxpar rounds --lengths wikipedia:196608 --devices 64 --batches 0:4",),
+        ("fxpar rounds --lengths github:196608 --devices 64 \\\n      --batch 256 --batches 0:4",),
     ),
     (
         "export",

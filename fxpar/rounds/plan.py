@@ -70,7 +70,8 @@ class RoundPlan:
 
     @property
     def bound_ms(self) -> float:
-        return sum(one.bound_ms for one in self.rounds)
+        """The sum over rounds, or what holds for all plans, if that says more."""
+        return max(sum(one.bound_ms for one in self.rounds), self.any_cut_bound_ms)
 
     @property
     def gap(self) -> float:
