@@ -47,9 +47,12 @@ def test_a_batch_that_needs_several_rounds_is_bounded_by_their_fixed_times():
 
 
 def test_the_longest_round_leaves_work_to_the_others():
-    """Each of two rounds takes its fixed time at least, and the tokens that the longest has no room for some."""
+    """1,900 tokens on two devices take longer than all the rest does elsewhere. Of 4,900 tokens 4,000 fit beside each
+    other, so another round has 900, three sequences of 300, on four devices.
+    """
     costs = some(1, 2)
-    lengths = [1900, 1000, 1000]
-    bound = any_cut_bound(Work.of(lengths, 2, 2, costs))
-    assert bound <= shortest_plan(lengths, 2, costs) * (1 + 1e-9)
-    assert bound > costs[2].team_ms([1900]) + 50
+    lengths = [1900, *[300] * 10]
+    rest_ms = 3 * costs[1].sequence_ms(np.array([300]))[0] / 4
+    bound = any_cut_bound(Work.of(lengths, 4, 4, costs))
+    assert bound == pytest.approx(costs[2].team_ms([1900]) + 50 + rest_ms)
+    assert bound < plan_rounds(lengths, 4, costs, devices_per_node=4).predicted_ms

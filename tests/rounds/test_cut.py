@@ -30,6 +30,13 @@ def test_estimates_are_close_to_rounds_that_are_filled():
     assert np.median(np.abs(off)) < 0.08
 
 
+def test_more_tokens_than_there_is_room_for_are_no_round():
+    work = Work.of([900] * 12, 8, 8, some(1))
+    places = np.array([0, 4, 8, 12])
+    assert np.isinf(estimated(work, places)[0, 3])
+    assert np.isfinite(estimated(work, places)[0, 2])
+
+
 def test_the_best_cuts_by_estimate_are_found():
     """Against all cuts of the grid into up to three rounds."""
     work = a_batch()
