@@ -75,8 +75,8 @@ def teams_within(work: Work, kinds: Kinds, limit: float) -> tuple[int, ...] | No
     parts = [  # (constraint, variable, factor)
         (row, at, kinds.ms[row, kind] / limit),
         (np.arange(rows), teams, -left / limit),
-        (rows + row, at, kinds.lengths[kind] / work.room.min()),
-        (rows + np.arange(rows), teams, -work.room / work.room.min()),
+        (rows + row, at, kinds.lengths[kind] / work.room[row]),
+        (rows + np.arange(rows), teams, -np.ones(rows)),
         (np.full(rows, 2 * rows), teams, np.array(work.degrees, dtype=np.float64)),
         (2 * rows + 1 + np.arange(len(few)), few, np.ones(len(few))),
         (2 * rows + 1 + np.arange(len(few)), flows + row[few], -most[row, kind][few]),

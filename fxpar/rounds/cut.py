@@ -57,7 +57,7 @@ def estimated(work: Work, places: np.ndarray) -> np.ndarray:
         span = np.maximum(left[:, row], 1e-9)[:, None, None]
         taken_ms = kinds.between(np.where(mine, device_ms[row], 0.0), places)
         tokens = kinds.between(np.where(mine, kinds.lengths, 0), places)
-        per_device = work.room[row] / degree
+        per_device = max(work.room[row] / degree, 1e-9)
         devices = np.maximum(taken_ms / span, tokens / per_device)
         if degree * WHOLE_ABOVE <= work.devices:
             small += np.where(tokens > 0, np.maximum(devices, degree), 0.0)

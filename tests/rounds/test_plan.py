@@ -96,6 +96,13 @@ def test_sequences_of_which_two_have_no_room_together():
     assert len(plan.rounds) == 8
 
 
+def test_a_degree_that_holds_no_sequence():
+    plan = plan_rounds([6000] * 3, 8, some(1, 8))
+    check_plan(plan, [6000] * 3, 8, 8, some(1, 8))
+    assert [one.layout for one in plan.rounds] == ["8"] * 3
+    assert plan.gap < 0.01
+
+
 def test_what_a_plan_says_of_itself():
     plan = plan_rounds([1900, 600, 500, 400], 4, some(1, 2))
     check_plan(plan, [1900, 600, 500, 400], 4, 8, some(1, 2))
