@@ -40,6 +40,7 @@ PIECES = (
     _piece("plan", "A chosen set against sets made by hand", "plan.py"),
     _piece("hotspa", "HotSPa's 32B layouts", "hotspa_32b.py"),
     _piece("galvatron", "Galvatron's case", "galvatron.py"),
+    _piece("rounds", "Rounds of teams", "rounds.py"),
     _piece("precision", "bf16 against fp32", "precision.py"),
     _piece("remat", "Recomputation", "remat.py"),
     _piece("chunks", "The loss in chunks", "chunks.py"),

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from fxpar.cli import commands, plan_commands, run_commands, simulate_commands, switch_commands
+from fxpar.cli import commands, plan_commands, rounds_commands, run_commands, simulate_commands, switch_commands
 from fxpar.cli.console import reporting, working
 from fxpar.cli.options import Debug, GraphSource, Offered
 
@@ -52,6 +52,12 @@ COMMANDS: tuple[tuple[str, str, type, Sequence[str]], ...] = (
             "fxpar simulate llama --set dp4:512 --set cp4 \\\n      --lengths github:1024 --tokens-per-step 65536",
             "fxpar simulate hotspa-table3 --json table3.json",
         ),
+    ),
+    (
+        "rounds",
+        "Plan batches as rounds of teams side by side.",
+        rounds_commands.RoundsRequest,
+        ("fxpar rounds --lengths github:196608 --devices 64 \\\n      --batch 256 --batches 0:4",),
     ),
     (
         "export",

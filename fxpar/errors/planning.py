@@ -153,3 +153,45 @@ class MiniBatchesError(FxparError):
             f"plan_ahead was given {kind!r}. Pass a loader or a list of mini-batches: for sequences in "
             "model.plan_ahead(loader): model.train_step(sequences)"
         )
+
+
+class SequenceFitsNoTeamError(FxparError):
+    """A sequence is longer than the largest team holds. `room` is what that holds, on all of `devices` or fewer."""
+
+    def __init__(self, place: int, length: int, room: int, ranks: int, devices: int) -> None:
+        needed = math.ceil(length * ranks / room)
+        super().__init__(
+            f"sequence {place + 1} has {length:,} tokens, and the largest team, of {ranks} ranks, holds {room:,}. A "
+            f"team for it needs about {needed:,} devices, and there are {devices:,}: allow larger teams or plan for "
+            "more devices, give each more memory, or leave out longer sequences (--max-length)"
+        )
+
+
+class DegreeError(FxparError):
+    """A degree that no team can have."""
+
+    def __init__(self, degree: object, why: str) -> None:
+        super().__init__(f"degree {one_line(degree, 40)}: {why}")
+
+
+class BatchRangeError(FxparError):
+    """Batches that there are not."""
+
+    def __init__(self, text: str, why: str, do: str) -> None:
+        super().__init__(f"batches {one_line(text, 40)!r}: {why}. {do}")
+
+
+class RoundCostError(FxparError):
+    """A cost that no team can have, or a file of constants that cannot be read. `source` names it."""
+
+    def __init__(self, source: str, why: str, do: str) -> None:
+        super().__init__(f"cost {source}: {why}. {do}")
+
+
+class UnknownRoundCostError(FxparError):
+    """No published cost has this name, and no file either."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        names = list(known)
+        hint = nearest(name, names) or f"; there are {', '.join(names)}"
+        super().__init__(f"there is no cost {one_line(name, 60)!r}{hint}. Or name a JSON file of constants")

@@ -1,0 +1,83 @@
+"""The words of `fxpar rounds`; as `fxpar.cli.commands` has those of others.
+
+Annotations are read as values, so they are not postponed here.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from fxpar.cli.commands import CAPACITY, capacity_bytes
+from fxpar.cli.options import Json, Lengths
+from fxpar.ir.strategy_text import MOST_RANKS
+
+_RANGE = re.compile(r"(\d{1,9}):(\d{1,9})")
+_DEGREES = re.compile(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*")
+
+
+@dataclass(frozen=True)
+class RoundsRequest:
+    """Plan batches as rounds of teams: long sequences on many devices, at the same time short ones on few.
+
+    That is FlexSP's problem. Nothing runs and there is no model: a cost says what a team takes. Batch i is the i-th run
+    of --batch lengths.
+    """
+
+    devices: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Number of devices.")]
+    lengths: Lengths = None
+    devices_per_node: Annotated[
+        int, typer.Option(min=1, max=MOST_RANKS, help="Devices of a node; a team of no more stands on one.")
+    ] = 8
+    cost: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="flexsp-7b, flexsp-13b, flexsp-30b, or a JSON file of constants.")
+    ] = "flexsp-7b"
+    max_length: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, max=2**30, help="Leave out longer sequences.", show_default=False),
+    ] = None
+    batch: Annotated[int, typer.Option(metavar="N", min=1, max=2**20, help="Sequences of a batch.")] = 512
+    batches: Annotated[str, typer.Option(metavar="FIRST:END", help="Batches to plan, END not included.")] = "0:1"
+    min_degree: Annotated[int, typer.Option(metavar="N", min=1, help="Devices of a team, at least.")] = 1
+    degrees: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,...", help="Devices that a team may have; default: all powers of two.", show_default=False
+        ),
+    ] = None
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="30GiB", help="What a device holds; default: as the cost says.", show_default=False),
+    ] = None
+    json: Json = None
+
+    def __post_init__(self) -> None:
+        if self.lengths is None:
+            raise typer.BadParameter("it is missing", param_hint="--lengths")
+        if not _RANGE.fullmatch(self.batches):
+            raise typer.BadParameter(f"{self.batches!r} is not FIRST:END, such as 0:10", param_hint="--batches")
+        if self.degrees is not None and not _DEGREES.fullmatch(self.degrees):
+            raise typer.BadParameter(f"{self.degrees!r} is not a list such as 1,2,4,8", param_hint="--degrees")
+        if self.memory is not None and not CAPACITY.fullmatch(self.memory):
+            raise typer.BadParameter(f"{self.memory!r} is not a size such as 30GiB or 500MB", param_hint="--memory")
+
+    @property
+    def batch_range(self) -> range:
+        """Numbers of the batches."""
+        first, end = map(int, self.batches.split(":"))
+        return range(first, end)
+
+    @property
+    def team_degrees(self) -> tuple[int, ...]:
+        """Those of `--degrees`, or all powers of two, from `--min-degree` on."""
+        if self.degrees is not None:
+            return tuple(sorted({degree for one in self.degrees.split(",") if (degree := int(one)) >= self.min_degree}))
+        powers = (2**power for power in range(self.devices.bit_length()))
+        return tuple(degree for degree in powers if degree >= self.min_degree)
+
+    @property
+    def memory_gib(self) -> float | None:
+        """What a device holds, as `--memory` says it."""
+        found = capacity_bytes(self.memory)
+        return None if found is None else found / 2**30
