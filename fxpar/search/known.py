@@ -80,17 +80,19 @@ class KnownModel:
         return self._found_layers
 
     def mixed(self, strategy: Strategy) -> Candidate | None:
-        """A strategy whose rules tell the layers of a deep model apart; None for another one. Raises NotYetError for
-        one that small models cannot stand for, and what `fxpar.lower` raises.
+        """A strategy that tells the layers of a deep model apart, by rules, cuts or stages that differ; None for
+        another one. Raises NotYetError for one that small models cannot stand for, and what `fxpar.lower` raises.
         """
-        if not strategy.rules or len(self.depth.samples(strategy.stages)) == 1:
+        cut = bool(strategy.pipeline.cuts)
+        if not (strategy.rules or cut) or len(self.depth.samples(strategy.stages)) == 1:
             return None
-        self.candidate(replace(without_stages(strategy), rules=(), remat=None, zero=0), lambda _: None)
+        alone = replace(strategy.by_stage[0] if strategy.by_stage else strategy, rules=(), remat=None, zero=0)
+        self.candidate(without_stages(alone), lambda _: None)
         layers = self.layers
-        if layers is None or len(set(layers.kinds(strategy.rules))) == 1:
+        if layers is None or (not cut and len(set(layers.kinds(strategy.rules))) == 1):
             return None
-        alike = without_stages(placed_alike(strategy))
-        flat = self.candidate(alike, lambda _: None) if alike != strategy else None
+        alike = None if strategy.by_stage else without_stages(placed_alike(strategy))
+        flat = None if alike in (None, strategy) else self.candidate(alike, lambda _: None)
         return self._kinds.candidate(strategy, layers, flat, self.anchors)
 
     def _repeated(self, strategy: Strategy) -> Candidate | None:

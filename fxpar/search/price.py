@@ -272,8 +272,9 @@ class Candidate(Priced):
         return self._samples[tokens]
 
     def _of_program(self, program: TrainGraph, tokens: int) -> list[Memory]:
-        padding = ALIGN_BYTES * len(program.params())  # in the arena
-        return [memory_of_rank(rank.prediction, padding) for rank in self.over_time(program, tokens)]
+        """With what pads the parameters of a rank in its arena."""
+        ranks = self.over_time(program, tokens)
+        return [memory_of_rank(one.prediction, ALIGN_BYTES * _params_of(program, one.ranks[0])) for one in ranks]
 
     def over_time(self, program: TrainGraph, tokens: int) -> Sequence[RankMemory]:
         """By position of the pipeline."""
@@ -298,6 +299,12 @@ class Candidate(Priced):
             return 0.0
         terms = tuple(gradient_placements(program).items())
         return _home_s(terms, tuple(param_specs(program)), self.strategy.world, self.cluster)
+
+
+def _params_of(program: TrainGraph, rank: int) -> int:
+    """How many parameters a rank has."""
+    mine = program.stages_of(rank) if isinstance(program, PipelineGraph) else (program,)
+    return sum(len(one.params()) for one in mine)
 
 
 def memory_of_rank(one: MemoryPrediction, padding_bytes: int) -> Memory:

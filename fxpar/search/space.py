@@ -60,6 +60,9 @@ def placed_alike(strategy: Strategy) -> Strategy:
     """The one that stands for all under which parameters lie as they do here: what is recomputed moves none, chunks of
     the loss and the schedule of one stage per rank do not.
     """
+    if strategy.by_stage:
+        alike = replace(strategy, by_stage=tuple(map(placed_alike, strategy.by_stage)))
+        return replace(alike, pipeline=replace(strategy.pipeline, schedule="1f1b"))
     pipeline = strategy.pipeline if strategy.pipeline.virtual > 1 else replace(strategy.pipeline, schedule="1f1b")
     placing = [rule for rule in strategy.rules if rule.axes or rule.zero is not None]
     rules = tuple(replace(rule, remat=None, chunks=None) for rule in placing)
