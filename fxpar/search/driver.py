@@ -30,7 +30,8 @@ from fxpar.search.known import KnownModel, Said
 from fxpar.search.lengths import length_edges
 from fxpar.search.price import Depth, Lower, Priced, optimizer_s
 from fxpar.search.pricing import PricedSet, SetPricer, moved_tokens
-from fxpar.search.ruled import Chosen, RuleSearch
+from fxpar.search.proposals import Chosen
+from fxpar.search.ruled import RuleSearch
 from fxpar.search.sets import DIFFERENT, Groups, RankedSet, ranked_sets
 from fxpar.search.space import FASTER_SCHEDULE, SAVINGS, also_tried, rescheduled, with_savings, without_stages
 from fxpar.search.staged import StagedGuess

@@ -164,12 +164,13 @@ class KindSamples:
 @dataclass
 class MixedCandidate(Candidate):
     """A strategy whose layers are of several kinds, or are cut into stages as it says. `more[s][k]`: the layers of kind
-    k in stage s beyond those of the first small model. `stands`: the layer of that model that lies as each of the
+    k in stage s beyond the `few` of the first small model. `stands`: the layer of that model that lies as each of the
     whole one; () where these lie as under `flat`, which is placed alike, without stages.
     """
 
     kinds: KindSamples = field(default_factory=lambda: KindSamples(()))
     more: tuple[tuple[int, ...], ...] = ()
+    few: tuple[tuple[int, ...], ...] = ()
     stands: tuple[int, ...] = ()
 
     @cached_property
@@ -254,6 +255,7 @@ class _Stage:
 
     @property
     def more(self) -> tuple[int, ...]:
+        """By kind, the layers of the whole model beyond those of the first small one."""
         return tuple(self.layers.count(kind) - self.few.count(kind) for kind in self.kinds)
 
 
@@ -286,12 +288,15 @@ class KindsOfModel:
                 layers.name,
             )
         found = self._samples[key]
-        more = tuple((*stage.more, *[0] * (most - len(stage.more))) for stage in stages)
+        more = tuple(_filled(stage.more, most) for stage in stages)
+        few = tuple(_filled([stage.few.count(kind) for kind in stage.kinds], most) for stage in stages)
         first = found.programs[0].programs[0]
         own = bool(strategy.by_stage or strategy.pipeline.cuts) or _places_apart(stages)
         stands = _stand_ins(stages) if own else ()
         whole = (layers.count,)
-        return MixedCandidate(strategy, self.cluster, anchors, whole, Fraction(0), (first,), flat, found, more, stands)
+        return MixedCandidate(
+            strategy, self.cluster, anchors, whole, Fraction(0), (first,), flat, found, more, few, stands
+        )
 
     def _stages(self, strategy: Strategy, layers: Layers) -> list[_Stage]:
         """Raises NotYetError."""
@@ -359,6 +364,10 @@ def _small(strategy: Strategy, layers: Layers, stages: Sequence[_Stage], kinds: 
     ]
     cuts = tuple(f"{layers.name}.{begin}" for begin in begins[1:-1])
     return replace(strategy, by_stage=tuple(parts), pipeline=replace(strategy.pipeline, cuts=cuts))
+
+
+def _filled(counts: Sequence[int], length: int) -> tuple[int, ...]:
+    return (*counts, *[0] * (length - len(counts)))
 
 
 def _places_apart(stages: Sequence[_Stage]) -> bool:

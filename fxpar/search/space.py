@@ -56,6 +56,19 @@ def without_stages(strategy: Strategy) -> Strategy:
     return replace(strategy, axes=((REPLICAS, replicas), *kept) if replicas > 1 else tuple(kept), pipeline=Pipeline())
 
 
+def with_stages(strategy: Strategy, stages: int) -> Strategy:
+    """The same in so many stages, each with all of its ranks."""
+    outer = [axis for axis in strategy.axes if axis[0] == REPLICAS]
+    inner = [axis for axis in strategy.axes if axis[0] not in (REPLICAS, STAGES)]
+    return replace(strategy, axes=(*(one for one in outer if one[1] > 1), (STAGES, stages), *inner))
+
+
+def of_a_stage(strategy: Strategy) -> Strategy:
+    """What a stage of a pipeline with equal stages runs under."""
+    kept = tuple(axis for axis in strategy.axes if axis[0] != STAGES)
+    return replace(strategy, axes=kept or ((REPLICAS, 1),), pipeline=Pipeline())
+
+
 def placed_alike(strategy: Strategy) -> Strategy:
     """The one that stands for all under which parameters lie as they do here: what is recomputed moves none, chunks of
     the loss and the schedule of one stage per rank do not.
