@@ -173,6 +173,15 @@ class MixedCandidate(Candidate):
     few: tuple[tuple[int, ...], ...] = ()
     stands: tuple[int, ...] = ()
 
+    def with_counts(self, strategy: Strategy, counts: Sequence[Sequence[int]]) -> MixedCandidate:
+        """With other numbers of layers of the same kinds in the stages: `strategy` says them. Nothing is lowered."""
+        filled = [_filled(mine, len(few)) for mine, few in zip(counts, self.few, strict=True)]
+        more = tuple(tuple(map(operator.sub, mine, few)) for mine, few in zip(filled, self.few, strict=True))
+        begins = list(itertools.accumulate(itertools.chain(*self.few), initial=0))[:-1]
+        stands = [begin for begin, n in zip(begins, itertools.chain(*filled), strict=True) for _ in range(n)]
+        own = bool(self.stands or strategy.pipeline.cuts)
+        return replace(self, strategy=strategy, more=more, stands=tuple(stands) if own else ())
+
     @cached_property
     def cost(self) -> GroupCost:
         found = [self.seconds_at(place, more) for place, more in enumerate(self.more)]

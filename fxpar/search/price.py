@@ -166,8 +166,7 @@ class Priced(ABC):
         Predicted at the `anchors` around it, and on the straight line in between: a peak is the largest of sums that
         grow evenly with the tokens, so it lies on that line or below, but for a hundredth that kernels need in blocks.
         """
-        place = min(max(bisect_right(self.anchors, tokens), 1), len(self.anchors) - 1)
-        low, high = self.anchors[place - 1], self.anchors[place]
+        low, high = around(self.anchors, tokens)
         above, width = tokens - low, high - low
         pairs = zip(self.at(low).columns, self.at(high).columns, strict=True)
         return Memory(*(one - (one - other) * above // width for one, other in pairs))  # rounded up
@@ -195,6 +194,12 @@ class Priced(ABC):
                 return None
             tokens = max(least, tokens * 99 // 100)
         return tokens
+
+
+def around(anchors: Sequence[int], tokens: int) -> tuple[int, int]:
+    """The two anchors on whose line the memory of so many tokens is taken to lie."""
+    place = min(max(bisect_right(anchors, tokens), 1), len(anchors) - 1)
+    return anchors[place - 1], anchors[place]
 
 
 def anchors_of(one: Priced) -> tuple[int, ...]:

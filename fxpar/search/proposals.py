@@ -19,12 +19,12 @@ Chosen = Sequence[tuple[int, Priced]]
 @dataclass(frozen=True)
 class Proposal:
     """Strategies that take the same programs, and the seconds of the best one's groups as guessed. `closer` finds
-    others that take these programs too, once one of the strategies is lowered.
+    others that take these programs too, once the strategy is lowered.
     """
 
     seconds: float
     strategies: tuple[Strategy, ...]
-    closer: Callable[[Candidate], Sequence[Strategy]] | None = None
+    closer: Callable[[Candidate], Sequence[Candidate]] | None = None
 
 
 @dataclass

@@ -97,8 +97,7 @@ class RuleSearch:
     def _lowered(self, proposal: Proposal) -> list[Candidate]:
         found = [one for text in proposal.strategies if (one := self.known.candidate(text, self.said)) is not None]
         if found and proposal.closer is not None:
-            closer = [self.known.candidate(text, self.said) for text in proposal.closer(found[0])]
-            found = [one for one in closer if one is not None] or found
+            return list(proposal.closer(found[0]))
         return found
 
     def _stages(self, group: Group, one: Priced) -> Iterator[Proposal]:

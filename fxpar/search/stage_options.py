@@ -19,7 +19,7 @@ from fxpar.schedule.mini_batch import Pace
 from fxpar.search.cutting import StageOption
 from fxpar.search.kinds import MixedCandidate
 from fxpar.search.positions import PlannedStage
-from fxpar.search.price import Candidate, Memory, Priced
+from fxpar.search.price import Candidate, Memory, Priced, around
 from fxpar.search.staged import handed_on_s
 
 NOWHERE = 1 << 62  # bytes: of an option at a place that it is not for
@@ -33,6 +33,8 @@ class Stage(Protocol):
     @property
     def places(self) -> Sequence[int]: ...
     def seconds_at(self, place: int, counts: Sequence[int]) -> Polynomial: ...
+    @property
+    def anchors(self) -> tuple[int, ...]: ...  # tokens for which memory is known
     def memory_at(self, place: int, counts: Sequence[int], tokens: int) -> Memory: ...
 
 
@@ -50,6 +52,10 @@ class GuessedStage:
     @property
     def places(self) -> range:
         return range(self.stages)
+
+    @property
+    def anchors(self) -> tuple[int, ...]:
+        return self.flats[0].anchors
 
     @cached_property
     def _steps(self) -> tuple[Polynomial, ...]:
@@ -131,6 +137,10 @@ class LoweredStage:
     def places(self) -> tuple[int]:
         return (self.place,)
 
+    @property
+    def anchors(self) -> tuple[int, ...]:
+        return self.mixed.anchors
+
     def _more(self, counts: Sequence[int]) -> tuple[int, ...]:
         few = self.mixed.few[self.place]
         return tuple(n - one for n, one in zip((*counts, *[0] * (len(few) - len(counts))), few, strict=True))
@@ -177,7 +187,7 @@ def planned(stage: Stage, counts: tuple[int, ...]) -> PlannedStage:
 
 def option_of(stage: Stage, stages: int, tokens: int, mean: float, squares: float) -> StageOption:
     """For micro-batches of `mean` tokens, with so many squares of lengths, in memory for `tokens`."""
-    kinds = len(stage.strategies)
+    kinds, (low, high) = len(stage.strategies), around(stage.anchors, tokens)
     units = [tuple(int(i == k) for i in range(kinds)) for k in range(kinds)]
     columns: list[tuple[float, tuple[float, ...], int, tuple[int, ...]]] = []
     for place in range(stages):
@@ -190,7 +200,8 @@ def option_of(stage: Stage, stages: int, tokens: int, mean: float, squares: floa
             return float(found.c0) + float(found.c1) * mean + float(found.c2) * squares
 
         def nbytes(counts: Sequence[int], place: int = place) -> int:
-            return stage.memory_at(place, counts, tokens).peak_bytes
+            ends = [stage.memory_at(place, counts, anchor).peak_bytes for anchor in (low, high)]
+            return ends[0] - (ends[0] - ends[1]) * (tokens - low) // (high - low)
 
         # On a line through numbers that stages have: one layer of each kind, and one more.
         ones = (2,) if kinds == 1 else (1,) * kinds

@@ -121,7 +121,7 @@ class StageSearch:
         ]
         probe = _probe(used, [sum(each.counts) for each in best.stages], layers)
 
-        def closer(lowered: Candidate) -> list[Strategy]:
+        def closer(lowered: Candidate) -> list[Candidate]:
             return _closer(group, lowered, used, layers)
 
         return Proposal(seconds, (probe,), closer)
@@ -186,18 +186,19 @@ def _probe(used: Sequence[tuple[Strategy, ...]], sizes: Sequence[int], layers: L
     return of_planned(parts, "1f1b", layers)
 
 
-def _closer(group: Group, lowered: Candidate, used: Sequence[tuple[Strategy, ...]], layers: Layers) -> list[Strategy]:
+def _closer(group: Group, lowered: Candidate, used: Sequence[tuple[Strategy, ...]], layers: Layers) -> list[Candidate]:
     """The best numbers and cuts of a pipeline with these kinds, from what it takes as lowered."""
     if not isinstance(lowered, MixedCandidate):
-        return []
+        return [lowered]
     stages = [LoweredStage(kinds, lowered, place) for place, kinds in enumerate(used)]
-    found: dict[Strategy, None] = {}
+    found: dict[Strategy, Candidate] = {}
     for usable, problem in _problems(group, lowered, len(stages), stages, layers):
         for best in best_stages(problem, keep=CLOSE, most=BEGUN).best:
             mine = [usable[stage.option] for stage in best.stages]
             for counts in _near([stage.counts for stage in best.stages]):
-                found[_text(mine, counts, layers)] = None
-    return list(found)
+                text = _text(mine, counts, layers)
+                found[text] = lowered.with_counts(text, counts)
+    return list(found.values())
 
 
 def _near(counts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
