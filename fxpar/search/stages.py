@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fxpar.ir.axes import ROLE_AXES
+from fxpar.ir.axes import BINS, ROLE_AXES
 from fxpar.ir.module_rules import Axes
 from fxpar.ir.strategy import Strategy
 from fxpar.search.cutting import FIRST, ChosenStages, StagesProblem, best_stages
