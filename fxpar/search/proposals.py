@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fxpar.cost.group_cost import GroupCost
 from fxpar.ir.strategy import Strategy
 from fxpar.search.bounds import Intervals, least_seconds
 from fxpar.search.price import Candidate, Priced
@@ -51,14 +52,14 @@ class Group:
         if groups is None:
             return np.inf
         budget = next(g.token_budget for g in groups if g.limit == self.limit)
-        return self._least_s(one, budget) + self._border_s(one)
+        return self._least_s(one, budget, one.cost) + self._border_s(one)
 
-    def at_best(self, one: Priced) -> float:
-        """With all memory in the world."""
-        return self._least_s(one, max(self.limit, self.pricer.largest)) + self._border_s(one)
+    def at_best(self, one: Priced, cost: GroupCost) -> float:
+        """With all memory in the world, at such a cost."""
+        return self._least_s(one, max(self.limit, self.pricer.largest), cost) + self._border_s(one)
 
-    def _least_s(self, one: Priced, budget: int) -> float:
-        return float(least_seconds(one.cost, one.strategy, [budget], self.load)[:, 0, 0].mean())
+    def _least_s(self, one: Priced, budget: int, cost: GroupCost) -> float:
+        return float(least_seconds(cost, one.strategy, [budget], self.load)[:, 0, 0].mean())
 
     def _border_s(self, one: Priced) -> float:
         """A guess, as sets are ranked with: weights come and gradients leave over the slowest link of a rank."""

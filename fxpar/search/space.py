@@ -9,7 +9,7 @@ from dataclasses import replace
 from fxpar.ir.axes import BINS, REPLICAS, ROLE_AXES, STAGES, USES
 from fxpar.ir.module_rules import Axes, ModuleRule
 from fxpar.ir.remat import Remat
-from fxpar.ir.strategy import Strategy, of_degrees
+from fxpar.ir.strategy import SINGLE, Strategy, of_degrees
 from fxpar.ir.strategy_text import Pipeline
 
 # What saves memory and costs time, the least costly first: a level is tried where those before it do not fit.
@@ -66,7 +66,7 @@ def with_stages(strategy: Strategy, stages: int) -> Strategy:
 def of_a_stage(strategy: Strategy) -> Strategy:
     """What a stage of a pipeline with equal stages runs under."""
     kept = tuple(axis for axis in strategy.axes if axis[0] != STAGES)
-    return replace(strategy, axes=kept or ((REPLICAS, 1),), pipeline=Pipeline())
+    return replace(strategy, axes=kept or SINGLE.axes, pipeline=Pipeline())
 
 
 def placed_alike(strategy: Strategy) -> Strategy:
@@ -143,7 +143,7 @@ def single_axis(layout: Axes) -> Axes:
 def with_layout(strategy: Strategy, layout: Axes) -> Strategy:
     """With other roles for as many ranks; sp wherever weights are cut."""
     outer = tuple(axis for axis in strategy.axes if axis[0] not in ROLE_AXES)
-    return replace(strategy, axes=(*outer, *layout), sp=_cuts_weights(layout))
+    return replace(strategy, axes=(*outer, *layout) or SINGLE.axes, sp=_cuts_weights(layout))
 
 
 def layout_rule(glob: str, layout: Axes, zero: int | None) -> ModuleRule:

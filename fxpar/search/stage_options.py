@@ -79,7 +79,7 @@ class GuessedStage:
         """ZeRO cuts over the replicas of all stages in a strategy without them, here over those of one."""
         flat, whole = self.flats[0], self.flats[0].at(tokens)
         beside = _beside_layers(flat, tokens)
-        held = beside.step_bytes
+        held = beside.step_bytes if place == self.stages - 1 else Fraction(0)  # mostly logits
         weights, gradients = (Fraction(one, self.stages) for one in (beside.weight_bytes, beside.gradient_bytes))
         for one, count in zip(self.flats, counts, strict=True):
             layer = _of_layer(one, tokens)

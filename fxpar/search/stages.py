@@ -15,7 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
+from fxpar.cost.group import of_strategy
 from fxpar.ir.axes import BINS, ROLE_AXES
 from fxpar.ir.module_rules import Axes
 from fxpar.ir.strategy import Strategy
@@ -59,7 +61,8 @@ class StageSearch:
         if layers is None:
             return
         must_s = (1 - WORTH) * now_s
-        found = [(min(map(group.at_best, one.members)), one) for one in self._classes() if one.stages <= layers.count]
+        classes = [one for one in self._classes() if one.stages <= layers.count]
+        found = [(min(_at_best(group, member) for member in one.members), one) for one in classes]
         ranked = sorted((pair for pair in found if pair[0] < must_s), key=lambda pair: pair[0])
         for number, (_, one) in enumerate(ranked[:CLASSES]):
             with_others = one.stages > 1 and number == 0
@@ -82,11 +85,14 @@ class StageSearch:
             families.setdefault((member.strategy.axes, member.strategy.chunks), []).append(member)
         found: list[Stage] = [self._option(mine, one.stages) for mine in families.values()]
         if with_others:
-            best = min(one.members, key=group.at_best)
+            best = min(one.members, key=lambda member: _at_best(group, member))
             mine = families[best.strategy.axes, best.strategy.chunks]
-            plain = [of_a_stage(member.strategy) for member in mine]
+            # What saves least, and most.
+            ordered = sorted(mine, key=lambda m: m.at(m.anchors[-1]).peak_bytes)
+            plain = [of_a_stage(member.strategy) for member in (ordered[-1], *ordered[:1])]
             for layout in _other_layouts(plain[0], one.stages, self.known.cluster.devices_per_node):
-                flats = [self.known.candidate(with_layout(text, layout), self.said) for text in plain]
+                texts = dict.fromkeys(with_layout(text, layout) for text in plain)
+                flats = [self.known.candidate(text, self.said) for text in texts]
                 priced = [flat for flat in flats if flat is not None and len(flat.samples) == 2]
                 if priced:
                     found.append(self._option(priced, one.stages))
@@ -132,6 +138,16 @@ def _flat(one: Priced) -> Candidate | None:
     flat = one.flat if isinstance(one, StagedGuess) else one
     alone = isinstance(flat, Candidate) and flat.strategy.pipeline_size == 1 and not flat.strategy.rules
     return flat if isinstance(flat, Candidate) and alone and len(flat.samples) == 2 else None
+
+
+def _at_best(group: Group, one: Priced) -> float:
+    """Seconds with all memory in the world, and stages that take equally long."""
+    flat, stages = _flat(one), one.strategy.pipeline_size
+    if flat is None or stages == 1:
+        return group.at_best(one, one.cost)
+    few, step = flat.per_step()
+    mean = (few + step * flat.steps) * Fraction(1, stages)
+    return group.at_best(one, of_strategy([mean] * stages, one.strategy, one.cluster))
 
 
 def _other_layouts(stage: Strategy, stages: int, per_node: int) -> list[Axes]:
