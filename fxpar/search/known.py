@@ -91,8 +91,9 @@ class KnownModel:
         layers = self.layers
         if layers is None or (not cut and len(set(layers.kinds(strategy.rules))) == 1):
             return None
-        alike = None if strategy.by_stage else without_stages(placed_alike(strategy))
-        flat = None if alike in (None, strategy) else self.candidate(alike, lambda _: None)
+        flat = None
+        if not strategy.by_stage and (alike := without_stages(placed_alike(strategy))) != strategy:
+            flat = self.candidate(alike, lambda _: None)
         return self._kinds.candidate(strategy, layers, flat, self.anchors)
 
     def _repeated(self, strategy: Strategy) -> Candidate | None:

@@ -82,11 +82,11 @@ def test_as_fast_as_the_best_of_all_often():
     assert sum(map(check, range(SEEDS[1]))) > SEEDS[1] / 4
 
 
-def uniform(stages: int, bytes_of_layer: tuple[int, ...], **more: object) -> StageOption:
+def uniform(stages: int, bytes_of_layer: tuple[int, ...]) -> StageOption:
     """Recomputing takes a third more."""
     seconds = (1.0, 4 / 3)[: len(bytes_of_layer)]
     held = tuple(tuple(one * (stages - place) for one in bytes_of_layer) for place in range(stages))
-    return StageOption(1, (0.0,) * stages, (seconds,) * stages, (0,) * stages, held, **more)
+    return StageOption(1, (0.0,) * stages, (seconds,) * stages, (0,) * stages, held)
 
 
 def test_where_memory_is_short_the_first_stages_recompute_more():
