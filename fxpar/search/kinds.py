@@ -33,19 +33,6 @@ from fxpar.search.repeated import FEW, of_few_stages, repeated
 Kind = tuple[frozenset[str], ...]  # by rule: the modules in the layer ("" itself) that its glob matches
 
 
-def modules_in(program: TrainGraph) -> list[str]:
-    """FQNs of all modules of a program that is not cut into stages, in the order in which they run; what only has
-    parameters comes last.
-    """
-    assert not isinstance(program, PipelineGraph)
-    body = program.parts["body"].graph.nodes
-    nodes = [*body, *(node for part in program.parts.values() for node in part.graph.nodes)]
-    places = dict.fromkeys(fqn_of(node) for node in nodes if node.op == "call_function")
-    places |= dict.fromkeys(info.fqn.rpartition(".")[0] for info, _ in program.params())
-    found = (".".join(place.split(".")[:end]) for place in places if place for end in range(1, place.count(".") + 2))
-    return list(dict.fromkeys(found))
-
-
 @dataclass(frozen=True)
 class Layers:
     """The list of a model's layers (`model.layers`): how many it has, the modules in a layer ("" itself) and those

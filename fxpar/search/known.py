@@ -11,8 +11,9 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import FxparError
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.search.kinds import KindsOfModel, Layers, modules_in
+from fxpar.search.kinds import KindsOfModel, Layers
 from fxpar.search.layouts import list_of_layers
+from fxpar.search.positions import modules_in
 from fxpar.search.price import DEEPEST, Candidate, Depth, Lower, anchors_of, candidate
 from fxpar.search.repeated import FEW, of_few_stages, repeated
 from fxpar.search.space import placed_alike, without_stages

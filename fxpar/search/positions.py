@@ -1,4 +1,4 @@
-"""Positions: where a strategy may have rules. The modules of a layer, those outside of layers, and runs of layers."""
+"""Positions: where a strategy may have rules. The modules of a layer, those outside of layers, runs of layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fxpar.cost.calls import NOMINAL_TOKENS, node_costs
 from fxpar.ir.axes import STAGES
 from fxpar.ir.module_rules import ModuleRule
 from fxpar.ir.node_meta import fqn_of
-from fxpar.ir.pipeline_graph import PipelineGraph
+from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.remat import Remat
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.strategy_text import Pipeline
@@ -54,6 +54,19 @@ def position_of(fqn: str, layers: Layers) -> str:
         return fqn
     _, _, within = inside.partition(".")
     return _glob(within.partition(".")[0], layers)
+
+
+def modules_in(program: TrainGraph) -> list[str]:
+    """FQNs of all modules of a program that is not cut into stages, in the order in which they run; what only has
+    parameters comes last.
+    """
+    assert not isinstance(program, PipelineGraph)
+    body = program.parts["body"].graph.nodes
+    nodes = [*body, *(node for part in program.parts.values() for node in part.graph.nodes)]
+    places = dict.fromkeys(fqn_of(node) for node in nodes if node.op == "call_function")
+    places |= dict.fromkeys(info.fqn.rpartition(".")[0] for info, _ in program.params())
+    found = (".".join(place.split(".")[:end]) for place in places if place for end in range(1, place.count(".") + 2))
+    return list(dict.fromkeys(found))
 
 
 def times(place: str, layers: Layers, in_program: int) -> float:
