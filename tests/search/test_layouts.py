@@ -47,7 +47,7 @@ def test_none_where_nothing_shallow_was_priced():
             "dp2.pp2.tp2+sp+cut(layers.5)",
             "dp2.tp2+sp+cut(layers.5)[layers.{0-3}: +remat; *.ffn: cp2] > dp2.cp2+zero3",
         ],
-        APART[-1:],
+        APART[:1],
     ),
 )
 def test_layers_that_are_told_apart_lie_as_in_the_deep_model(text):
