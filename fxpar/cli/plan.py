@@ -25,7 +25,7 @@ from fxpar.search.driver import Found, Problem
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.plan_file import Plan
 from fxpar.search.pricing import PricedSet
-from fxpar.search.ruled import WORTH
+from fxpar.search.proposals import WORTH
 from fxpar.search.verify import VerifiedPlan, order_of
 
 BAR = 24  # columns of the longest bar

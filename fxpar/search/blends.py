@@ -12,35 +12,6 @@ from fxpar.search.price import Memory, Priced
 
 
 @dataclass
-class Blend(Priced):
-    """A guess on the line between two strategies: `share` of the layers are as under `other`. `strategy` is unused."""
-
-    one: Priced
-    other: Priced
-    share: float
-
-    @property
-    def multiple(self) -> int:
-        return max(self.one.multiple, self.other.multiple)
-
-    @cached_property
-    def cost(self) -> GroupCost:
-        return _summed(self.one.cost, [(self.other.cost, self.one.cost, self.share)])
-
-    @cached_property
-    def reduce_s(self) -> float:
-        return self.one.reduce_s + (self.other.reduce_s - self.one.reduce_s) * self.share
-
-    @property
-    def pace(self) -> Pace | None:
-        return self.one.pace
-
-    def predicted(self, tokens: int) -> Memory:
-        pairs = zip(self.one.at(tokens).columns, self.other.at(tokens).columns, strict=True)
-        return Memory(*(round(a + (b - a) * self.share) for a, b in pairs))
-
-
-@dataclass
 class Changed(Priced):
     """A guess: `base` with what each of `changes` takes more than it."""
 

@@ -7,7 +7,8 @@ savings      what saves memory (remat, ZeRO-3, chunks of the loss where logits a
 sets         dynamic programming over the limits of groups; the best guesses are planned on sample mini-batches
              with their switches and reductions, until no other set can be faster
 pipelines    those of the best sets are tried under zb_h1, which waits less and keeps more, and with a whole loss
-rules        the best set and the best single strategy are tried with rules per module, see `fxpar.search.ruled`
+rules        the best set and the best single strategy are tried with rules per module and with stages that differ, see
+             `fxpar.search.ruled`
 bound        each mini-batch cut at its own best limits, without borders and rests: no set without rules takes less
 """
 
@@ -30,7 +31,8 @@ from fxpar.search.known import KnownModel, Said
 from fxpar.search.lengths import length_edges
 from fxpar.search.price import Depth, Lower, Priced, optimizer_s
 from fxpar.search.pricing import PricedSet, SetPricer, moved_tokens
-from fxpar.search.ruled import Chosen, RuleSearch
+from fxpar.search.proposals import Chosen
+from fxpar.search.ruled import RuleSearch
 from fxpar.search.sets import DIFFERENT, Groups, RankedSet, ranked_sets
 from fxpar.search.space import FASTER_SCHEDULE, SAVINGS, also_tried, rescheduled, with_savings, without_stages
 from fxpar.search.staged import StagedGuess

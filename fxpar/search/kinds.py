@@ -1,13 +1,17 @@
-"""Layers that rules tell apart, in a deep model: priced from small ones that have a layer of each kind.
+"""Layers that rules, cuts or stages tell apart, in a deep model: priced from small ones with a layer of each kind.
 
 `dp4.tp8+sp[layers.{0-19}: +remat]` has two kinds of layers, 20 and the others. The smallest model that is lowered has
 one of each, and each further one has one more of a kind, so that what the whole model takes follows from their numbers.
-Stages of a pipeline must have the same kinds in the same order; then each stage of the small ones has them.
+In a pipeline each stage has its own numbers. Under one strategy with a pp axis every stage of the small models has a
+layer of each kind, wherever the whole model has them, so that they stand for all numbers and all cuts; stages that
+differ have the kinds that they have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -29,49 +33,51 @@ from fxpar.search.repeated import FEW, of_few_stages, repeated
 Kind = tuple[frozenset[str], ...]  # by rule: the modules in the layer ("" itself) that its glob matches
 
 
-def modules_in(program: TrainGraph) -> set[str]:
-    """FQNs of all modules of a program that is not cut into stages."""
-    assert not isinstance(program, PipelineGraph)
-    places = {info.fqn.rpartition(".")[0] for info, _ in program.params()}
-    for part in program.parts.values():
-        places |= {fqn_of(node) for node in part.graph.nodes if node.op == "call_function"}
-    return {".".join(place.split(".")[:end]) for place in places if place for end in range(1, place.count(".") + 2)}
-
-
 @dataclass(frozen=True)
 class Layers:
     """The list of a model's layers (`model.layers`): how many it has, the modules in a layer ("" itself) and those
-    outside of the list.
+    outside of the list; of these, those that run `behind` the layers.
     """
 
     name: str
     count: int
     inside: tuple[str, ...]
     outside: tuple[str, ...]
+    behind: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, name: str, count: int, modules: set[str]) -> Layers:
+    def of(cls, name: str, count: int, modules: Sequence[str]) -> Layers:
+        """From the modules of a model in the order in which they run."""
         first = f"{name}.0"
         inside = tuple(sorted(m[len(first) + 1 :] for m in modules if m == first or m.startswith(f"{first}.")))
-        return cls(name, count, inside, tuple(sorted(m for m in modules if not m.startswith(f"{name}."))))
+        outside = [m for m in modules if not m.startswith(f"{name}.")]
+        behind = frozenset(m for m in outside if first in modules and modules.index(m) > modules.index(first))
+        return cls(name, count, inside, tuple(sorted(outside)), behind)
 
     def module(self, number: int | str, inside: str) -> str:
         return f"{self.name}.{number}.{inside}".rstrip(".")
 
-    def kinds(self, rules: Sequence[ModuleRule]) -> tuple[Kind, ...]:
-        """Of each layer."""
+    def kinds(self, rules: Sequence[ModuleRule], numbers: Iterable[int] | None = None) -> tuple[Kind, ...]:
+        """Of each layer, or of those with these numbers."""
         return tuple(
             tuple(frozenset(m for m in self.inside if rule.matches(self.module(i, m))) for rule in rules)
-            for i in range(self.count)
+            for i in (range(self.count) if numbers is None else numbers)
         )
 
-    def sampled(self, rules: Sequence[ModuleRule], kinds: Sequence[Kind]) -> tuple[ModuleRule, ...]:
-        """The rules for a model whose layers are of these kinds."""
+    def ends(self, stage: int, stages: int) -> tuple[str, ...]:
+        """The modules outside of the list that a stage has: the first those before the layers, the last the rest."""
+        first, last = stage == 0, stage == stages - 1
+        return tuple(m for m in self.outside if (last if m in self.behind else first))
+
+    def sampled(
+        self, rules: Sequence[ModuleRule], kinds: Sequence[Kind], first: int = 0, outside: Sequence[str] | None = None
+    ) -> tuple[ModuleRule, ...]:
+        """The rules for a model whose layers, from number `first` on, are of these kinds, with modules `outside`."""
         found: dict[ModuleRule, None] = {}
         for index, rule in enumerate(rules):
-            names = [m for m in self.outside if rule.matches(m)]
+            names = [m for m in (self.outside if outside is None else outside) if rule.matches(m)]
             by_module: dict[str, list[int]] = {}
-            for number, kind in enumerate(kinds):
+            for number, kind in enumerate(kinds, first):
                 for module in kind[index]:
                     by_module.setdefault(module, []).append(number)
             names += [self.module(numbered(numbers), m) for m, numbers in sorted(by_module.items())]
@@ -144,109 +150,242 @@ class KindSamples:
 
 @dataclass
 class MixedCandidate(Candidate):
-    """A strategy whose layers are of several kinds. `more[k]`: the layers of kind k in a stage beyond the first one.
-    `flat` is placed alike, without stages.
+    """A strategy whose layers are of several kinds, or are cut into stages as it says. `more[s][k]`: the layers of kind
+    k in stage s beyond the `few` of the first small model. `stands`: the layer of that model that lies as each of the
+    whole one; () where these lie as under `flat`, which is placed alike, without stages.
     """
 
     kinds: KindSamples = field(default_factory=lambda: KindSamples(()))
-    more: tuple[int, ...] = ()
+    more: tuple[tuple[int, ...], ...] = ()
+    few: tuple[tuple[int, ...], ...] = ()
+    stands: tuple[int, ...] = ()
+
+    def with_counts(self, strategy: Strategy, counts: Sequence[Sequence[int]]) -> MixedCandidate:
+        """With other numbers of layers of the same kinds in the stages: `strategy` says them. Nothing is lowered."""
+        filled = [_filled(mine, len(few)) for mine, few in zip(counts, self.few, strict=True)]
+        more = tuple(tuple(map(operator.sub, mine, few)) for mine, few in zip(filled, self.few, strict=True))
+        begins = list(itertools.accumulate(itertools.chain(*self.few), initial=0))[:-1]
+        stands = [begin for begin, n in zip(begins, itertools.chain(*filled), strict=True) for _ in range(n)]
+        own = bool(self.stands or strategy.pipeline.cuts)
+        return replace(self, strategy=strategy, more=more, stands=tuple(stands) if own else ())
 
     @cached_property
     def cost(self) -> GroupCost:
-        few, *others = self.kinds.positions
-        found = []
-        for place, start in enumerate(few):
-            steps = (one[place] + start * -1 for one in others)
-            found.append(sum((step * count for step, count in zip(steps, self.more, strict=True)), start))
+        found = [self.seconds_at(place, more) for place, more in enumerate(self.more)]
         return of_strategy(found, self.strategy, self.cluster)
 
+    def seconds_at(self, place: int, more: Sequence[int]) -> Polynomial:
+        """Of a micro-batch at a place of the pipeline that has so many more layers."""
+        few, *others = (one[place] for one in self.kinds.positions)
+        return sum(((one + few * -1) * count for one, count in zip(others, more, strict=True)), few)
+
     def predicted(self, tokens: int) -> Memory:
-        found = [self._whole(position) for position in zip(*self.kinds.held(tokens), strict=True)]
+        looked_at = len(self.kinds.held(tokens)[0])
+        more = self.more if looked_at == len(self.more) else self.more[:1] * looked_at  # all stages are equal
+        found = (self.memory_at(place, each, tokens) for place, each in enumerate(more))
         return max(found, key=lambda one: one.peak_bytes)
 
-    def _whole(self, samples: Sequence[Sampled]) -> Memory:
+    def memory_at(self, place: int, more: Sequence[int], tokens: int) -> Memory:
+        """Of a rank at a place of the pipeline that has so many more layers."""
+        samples = [one[place] for one in self.kinds.held(tokens)]
+        first = samples[0].memory
         columns = zip(*(one.memory.columns for one in samples), strict=True)
-        found = Memory(*(self._added(column) for column in columns))
-        saved = self._more([one.saved_bytes for one in samples])
+        found = Memory(*(column[0] + sum(_added(column, more)) for column in columns))
+        found = replace(found, **self._shared(samples))
+        saved = _added([one.saved_bytes for one in samples], more)
+        gradients = _added([one.memory.gradient_bytes for one in samples], more)
         if self.strategy.stages > 1:  # other micro-batches keep what they have saved
-            gradients = self._more([one.memory.gradient_bytes for one in samples])
-            steps = self._more([one.memory.step_bytes for one in samples])
-            grown = sum(max(step, one + other) for step, one, other in zip(steps, saved, gradients, strict=True))
-            return replace(found, step_bytes=samples[0].memory.step_bytes + grown)
-        beside = samples[0].memory.step_bytes - max(samples[0].peaks)  # accumulators
-        first, *in_backward = samples[0].peaks
-        peaks = [first + sum(saved), *(peak + sum(saved[: k + 1]) for k, peak in enumerate(in_backward))]
-        grown = found.gradient_bytes - samples[0].memory.gradient_bytes
-        return replace(found, step_bytes=max(peaks) + beside + grown)
+            steps = _added([one.memory.step_bytes for one in samples], more)
+            pairs = zip(more, steps, saved, gradients, strict=True)
+            grown = sum(max(step, one + other) if count > 0 else step for count, step, one, other in pairs)
+            return replace(found, step_bytes=first.step_bytes + grown)
+        beside = first.step_bytes - max(samples[0].peaks)  # accumulators
+        start, *in_backward = samples[0].peaks
+        peaks = [start + sum(saved), *(peak + sum(saved[: k + 1]) for k, peak in enumerate(in_backward))]
+        return replace(found, step_bytes=max(peaks) + beside + sum(gradients))
+
+    def _shared(self, samples: Sequence[Sampled]) -> dict[str, int]:
+        """What all ranks share evenly of all layers, whatever their kinds and places."""
+        few, grown = samples[0].memory, samples[1].memory
+        stages, beyond = self.strategy.stages, sum(map(sum, self.more))  # each of the stages has grown by a layer
+
+        def whole(name: str) -> int:
+            start = getattr(few, name)
+            return start + (getattr(grown, name) - start) * beyond // stages
+
+        return {name: whole(name) for name in ("home_bytes", "optimizer_bytes")}
 
     @cached_property
     def reduce_s(self) -> float:
-        seconds = [one.reduce_s for one in self.kinds.programs]
-        first, *others = seconds
-        return max(0.0, first + sum((one - first) * count for one, count in zip(others, self.more, strict=True)))
+        first, *others = [one.reduce_s for one in self.kinds.programs]
+        adds = [one - first for one in others]
+        return max(0.0, *(first + sum(map(operator.mul, adds, more)) for more in self.more))
 
-    def _more(self, column: Sequence[int]) -> list[int]:
-        """By kind, what its further layers add; more layers never take less."""
-        first, *others = column
-        return [max(one - first, 0) * count for one, count in zip(others, self.more, strict=True)]
 
-    def _added(self, column: Sequence[int]) -> int:
-        return column[0] + sum(self._more(column))
+def _added(column: Sequence[int], more: Sequence[int]) -> list[int]:
+    """By kind, what its further layers add; more layers never take less."""
+    first, *others = column
+    return [max(one - first, 0) * count for one, count in zip(others, more, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A stage of the whole model: its rules, the kinds of its layers in their order, and the kinds that the stage of
+    the small models has, each once.
+    """
+
+    rules: tuple[ModuleRule, ...]
+    layers: tuple[Kind, ...]
+    kinds: tuple[Kind, ...]
+
+    @property
+    def few(self) -> tuple[Kind, ...]:
+        """The layers of the first small model, two at least: a single one may be placed otherwise."""
+        return self.kinds if len(self.kinds) > 1 else self.kinds * 2
+
+    def sample(self, grown: int | None) -> tuple[Kind, ...]:
+        """The layers of the first small model, or of that with one more of a kind, if the stage has so many kinds."""
+        if grown is None or grown >= len(self.kinds):
+            return self.few
+        return tuple(sorted([*self.few, self.kinds[grown]], key=self.kinds.index))
+
+    @property
+    def more(self) -> tuple[int, ...]:
+        """By kind, the layers of the whole model beyond those of the first small one."""
+        return tuple(self.layers.count(kind) - self.few.count(kind) for kind in self.kinds)
 
 
 @dataclass
 class KindsOfModel:
-    """Prices strategies whose rules tell layers apart; small models are lowered once for all numbers of each kind."""
+    """Prices strategies whose layers are of several kinds; small models are lowered once for all numbers of each."""
 
     lower: Lower
     cluster: ClusterSpec
     depth: Depth
-    _samples: dict[tuple[Strategy, tuple[Strategy, ...]], KindSamples] = field(default_factory=dict)
+    _samples: dict[tuple[int, bool, tuple[Strategy, ...]], KindSamples] = field(default_factory=dict)
 
     def candidate(
         self, strategy: Strategy, layers: Layers, flat: Candidate | None, anchors: tuple[int, ...]
     ) -> MixedCandidate:
-        """Raises NotYetError for rules that a small model cannot stand for, and what `fxpar.lower` raises."""
-        in_stage = self._kinds_in_stage(strategy, layers)
-        unique = list(dict.fromkeys(in_stage))
-        more = tuple(in_stage.count(kind) - 1 for kind in unique)
-        grown = [sorted([*unique, kind], key=unique.index) for kind in unique]
-        shallow = [self._small(strategy, layers, kinds) for kinds in (unique, *grown)]
-        key = replace(strategy, rules=()), tuple(one for one, _ in shallow)
+        """`flat` is placed alike, without stages; None if there is none. Raises NotYetError for rules that a small
+        model cannot stand for, and what `fxpar.lower` raises.
+        """
+        stages = self._stages(strategy, layers)
+        same = all(stage.more == stages[0].more for stage in stages)
+        most = max(len(stage.kinds) for stage in stages)
+        grown = [[stage.sample(kind) for stage in stages] for kind in (None, *range(most))]
+        shallow = [_small(strategy, layers, stages, kinds) for kinds in grown]
+        key = strategy.stages, same, tuple(shallow)
         if key not in self._samples:
-            lowered = [(each, self._lowered(one, layers, strategy, each)) for one, each in shallow]
-            made = (Candidate(strategy, self.cluster, anchors, (n,), Fraction(0), (one,), flat) for n, one in lowered)
-            self._samples[key] = KindSamples(tuple(made), layers.name)
-        found = self._samples[key]
-        first = found.programs[0].programs[0]
-        samples = (layers.count,)
-        return MixedCandidate(strategy, self.cluster, anchors, samples, Fraction(0), (first,), flat, found, more)
-
-    def _kinds_in_stage(self, strategy: Strategy, layers: Layers) -> tuple[Kind, ...]:
-        kinds, stages = layers.kinds(strategy.rules), strategy.stages
-        each = layers.count // stages
-        same = all(kinds[each * i : each * (i + 1)] == kinds[:each] for i in range(stages))
-        if layers.count % stages or not same or strategy.pipeline.virtual > 1 or strategy.pipeline.cuts:
-            raise NotYetError(
-                f"a price for '{strategy}', whose stages differ,", "Let rules name the same layers of each stage."
+            like = flat if same else None  # equal stages need not all be looked at
+            made = (self._sample(one, strategy, layers, kinds) for one, kinds in zip(shallow, grown, strict=True))
+            self._samples[key] = KindSamples(
+                tuple(Candidate(strategy, self.cluster, anchors, (n,), Fraction(0), (one,), like) for n, one in made),
+                layers.name,
             )
-        placing = [index for index, rule in enumerate(strategy.rules) if rule.axes or rule.zero is not None]
-        if self.depth.period > 1 or any(len({kind[index] for kind in kinds}) > 1 for index in placing):
+        found = self._samples[key]
+        more = tuple(_filled(stage.more, most) for stage in stages)
+        few = tuple(_filled([stage.few.count(kind) for kind in stage.kinds], most) for stage in stages)
+        first = found.programs[0].programs[0]
+        own = bool(strategy.by_stage or strategy.pipeline.cuts) or _places_apart(stages)
+        stands = _stand_ins(stages) if own else ()
+        whole = (layers.count,)
+        return MixedCandidate(
+            strategy, self.cluster, anchors, whole, Fraction(0), (first,), flat, found, more, few, stands
+        )
+
+    def _stages(self, strategy: Strategy, layers: Layers) -> list[_Stage]:
+        """Raises NotYetError."""
+        each, virtual = [strategy.rules] * strategy.stages, strategy.pipeline.virtual
+        each = [one.rules for one in strategy.by_stage] or each
+        parts = stage_layers(strategy, layers)
+        if parts is None or virtual > 1:
+            raise NotYetError(
+                f"a price for '{strategy}'", f"Cut at modules of {layers.name}, so that each stage has one."
+            )
+        kinds = [layers.kinds(rules, numbers) for rules, numbers in zip(each, parts, strict=True)]
+        every = tuple(dict.fromkeys(itertools.chain(*kinds)))
+        mine = [tuple(dict.fromkeys(one)) if strategy.by_stage else every for one in kinds]
+        stages = [_Stage(*one) for one in zip(each, kinds, mine, strict=True)]
+        if _places_apart(stages) and (self.depth.period > 1 or not all(map(_in_runs, stages))):
             raise NotYetError(
                 f"a price for '{strategy}', some of whose layers are placed otherwise than others,",
-                "Let roles and ZeRO levels be those of all layers.",
+                "Let layers that are placed alike follow each other.",
             )
-        return kinds[:each]
+        if self.depth.period > 1 and (strategy.by_stage or strategy.pipeline.cuts):
+            raise NotYetError(
+                f"a price for '{strategy}', whose kinds of layers take turns,", "Let all stages be alike."
+            )
+        return stages
 
-    def _small(self, strategy: Strategy, layers: Layers, kinds: Sequence[Kind]) -> tuple[Strategy, int]:
-        """For a model with layers of these kinds in each of at most FEW stages, and how many these are."""
-        stages, each = min(strategy.stages, FEW), len(kinds)
-        small = replace(strategy, rules=layers.sampled(strategy.rules, [*kinds] * stages))
-        return (small if stages == 1 else of_few_stages(small, layers.name, each, stages)), each
-
-    def _lowered(self, small: Strategy, layers: Layers, strategy: Strategy, each: int) -> TrainGraph:
-        program = self.lower(small, each * small.stages)
-        if strategy.stages <= FEW:
-            return program
+    def _sample(
+        self, small: Strategy, strategy: Strategy, layers: Layers, kinds: Sequence[tuple[Kind, ...]]
+    ) -> tuple[int, TrainGraph]:
+        """A small model's layers, and its program with all stages."""
+        count = sum(map(len, kinds[: small.stages]))
+        program = self.lower(small, count)
+        if small.stages == strategy.stages:
+            return count, program
         assert isinstance(program, PipelineGraph)
-        return repeated(program, strategy, layers.name, each)
+        return count, repeated(program, strategy, layers.name, len(kinds[0]))
+
+
+def stage_layers(strategy: Strategy, layers: Layers) -> list[range] | None:
+    """The numbers of the layers of each stage, equally many where no cuts say it; None if a cut is at no layer, or some
+    stage has none, or they do not divide.
+    """
+    cuts = strategy.pipeline.cuts
+    if not cuts:
+        each, left = divmod(layers.count, strategy.stages)
+        return None if left else [range(each * i, each * (i + 1)) for i in range(strategy.stages)]
+    numbers = [cut.removeprefix(f"{layers.name}.") for cut in cuts]
+    if not all(number.isdigit() for number in numbers):
+        return None
+    begins = [0, *map(int, numbers), layers.count]
+    return [range(a, b) for a, b in itertools.pairwise(begins)] if begins == sorted(set(begins)) else None
+
+
+def _small(strategy: Strategy, layers: Layers, stages: Sequence[_Stage], kinds: Sequence[tuple[Kind, ...]]) -> Strategy:
+    """For a model with layers of these kinds in its stages, FEW of them at most where all are alike."""
+    if not strategy.by_stage:
+        count = min(strategy.stages, FEW)
+        small = replace(strategy, rules=layers.sampled(strategy.rules, [*kinds[0]] * count))
+        return small if count == 1 else of_few_stages(small, layers.name, len(kinds[0]), count)
+    begins = list(itertools.accumulate(map(len, kinds), initial=0))
+    parts = [
+        replace(own, rules=layers.sampled(stage.rules, mine, begin, layers.ends(index, len(stages))))
+        for index, (own, stage, mine, begin) in enumerate(
+            zip(strategy.by_stage, stages, kinds, begins[:-1], strict=True)
+        )
+    ]
+    cuts = tuple(f"{layers.name}.{begin}" for begin in begins[1:-1])
+    return replace(strategy, by_stage=tuple(parts), pipeline=replace(strategy.pipeline, cuts=cuts))
+
+
+def _filled(counts: Sequence[int], length: int) -> tuple[int, ...]:
+    return (*counts, *[0] * (length - len(counts)))
+
+
+def _places_apart(stages: Sequence[_Stage]) -> bool:
+    """Whether some layers of a stage are placed otherwise than others."""
+    placing = [[i for i, rule in enumerate(one.rules) if rule.axes or rule.zero is not None] for one in stages]
+    return any(
+        len({kind[index] for kind in stage.kinds}) > 1
+        for stage, mine in zip(stages, placing, strict=True)
+        for index in mine
+    )
+
+
+def _in_runs(stage: _Stage) -> bool:
+    """Whether layers of a kind follow each other, in the order of the small models: then as much lies between them."""
+    runs = [kind for kind, _ in itertools.groupby(stage.layers)]
+    return runs == [kind for kind in stage.kinds if kind in runs]
+
+
+def _stand_ins(stages: Sequence[_Stage]) -> tuple[int, ...]:
+    """For each layer of the whole model one of the first small model that is of its kind and in its stage."""
+    found, before = [], 0
+    for stage in stages:
+        found += [before + stage.few.index(kind) for kind in stage.layers]
+        before += len(stage.few)
+    return tuple(found)

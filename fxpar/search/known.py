@@ -11,8 +11,9 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import FxparError
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.search.kinds import KindsOfModel, Layers, modules_in
+from fxpar.search.kinds import KindsOfModel, Layers
 from fxpar.search.layouts import list_of_layers
+from fxpar.search.positions import modules_in
 from fxpar.search.price import DEEPEST, Candidate, Depth, Lower, anchors_of, candidate
 from fxpar.search.repeated import FEW, of_few_stages, repeated
 from fxpar.search.space import placed_alike, without_stages
@@ -80,17 +81,20 @@ class KnownModel:
         return self._found_layers
 
     def mixed(self, strategy: Strategy) -> Candidate | None:
-        """A strategy whose rules tell the layers of a deep model apart; None for another one. Raises NotYetError for
-        one that small models cannot stand for, and what `fxpar.lower` raises.
+        """A strategy that tells the layers of a deep model apart, by rules, cuts or stages that differ; None for
+        another one. Raises NotYetError for one that small models cannot stand for, and what `fxpar.lower` raises.
         """
-        if not strategy.rules or len(self.depth.samples(strategy.stages)) == 1:
+        cut = bool(strategy.pipeline.cuts)
+        if not (strategy.rules or cut) or len(self.depth.samples(strategy.stages)) == 1:
             return None
-        self.candidate(replace(without_stages(strategy), rules=(), remat=None, zero=0), lambda _: None)
+        alone = replace(strategy.by_stage[0] if strategy.by_stage else strategy, rules=(), remat=None, zero=0)
+        self.candidate(without_stages(alone), lambda _: None)
         layers = self.layers
-        if layers is None or len(set(layers.kinds(strategy.rules))) == 1:
+        if layers is None or (not cut and len(set(layers.kinds(strategy.rules))) == 1):
             return None
-        alike = without_stages(placed_alike(strategy))
-        flat = self.candidate(alike, lambda _: None) if alike != strategy else None
+        flat = None
+        if not strategy.by_stage and (alike := without_stages(placed_alike(strategy))) != strategy:
+            flat = self.candidate(alike, lambda _: None)
         return self._kinds.candidate(strategy, layers, flat, self.anchors)
 
     def _repeated(self, strategy: Strategy) -> Candidate | None:

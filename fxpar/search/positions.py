@@ -1,19 +1,24 @@
-"""Positions: where a strategy may have rules. The modules of a layer, those outside of layers, and runs of layers."""
+"""Positions: where a strategy may have rules. The modules of a layer, those outside of layers, runs of layers."""
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from fxpar.cost.calls import NOMINAL_TOKENS, node_costs
+from fxpar.ir.axes import STAGES
 from fxpar.ir.module_rules import ModuleRule
 from fxpar.ir.node_meta import fqn_of
-from fxpar.ir.pipeline_graph import PipelineGraph
+from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.remat import Remat
 from fxpar.ir.strategy import Strategy
+from fxpar.ir.strategy_text import Pipeline
 from fxpar.ops.traits import ATTENTION
 from fxpar.search.kinds import Layers, numbered
 from fxpar.search.price import Candidate
+from fxpar.search.space import with_stages
 
 
 def globs_of_weight(flat: Candidate, layers: Layers, least: float) -> list[str]:
@@ -51,6 +56,19 @@ def position_of(fqn: str, layers: Layers) -> str:
     return _glob(within.partition(".")[0], layers)
 
 
+def modules_in(program: TrainGraph) -> list[str]:
+    """FQNs of all modules of a program that is not cut into stages, in the order in which they run; what only has
+    parameters comes last.
+    """
+    assert not isinstance(program, PipelineGraph)
+    body = program.parts["body"].graph.nodes
+    nodes = [*body, *(node for part in program.parts.values() for node in part.graph.nodes)]
+    places = dict.fromkeys(fqn_of(node) for node in nodes if node.op == "call_function")
+    places |= dict.fromkeys(info.fqn.rpartition(".")[0] for info, _ in program.params())
+    found = (".".join(place.split(".")[:end]) for place in places if place for end in range(1, place.count(".") + 2))
+    return list(dict.fromkeys(found))
+
+
 def times(place: str, layers: Layers, in_program: int) -> float:
     """How often a model has what a small model has once."""
     return 1.0 if place in layers.outside else layers.count / in_program
@@ -66,14 +84,51 @@ def _glob(child: str, layers: Layers) -> str:
     return rule.glob if short else layers.module("*", child)
 
 
-def with_run(less: Strategy, more: Strategy, layers: Layers, count: int) -> Strategy:
-    """The first `count` layers of each stage recompute as `more` does, the others as `less`. What most of them do is
-    that of the strategy, the others have a rule.
+@dataclass(frozen=True)
+class PlannedStage:
+    """A stage to be: what it may run under, strategies without stages that differ in ZeRO and recomputation alone, and
+    how many of its layers are under each, in this order.
     """
-    each = layers.count // less.stages
-    most = 2 * count > each
-    begin, end = (count, each) if most else (0, count)
-    numbers = [each * stage + i for stage in range(less.stages) for i in range(begin, end)]
-    remat = (less if most else more).remat or Remat("none")
-    rule = ModuleRule(layers.module(numbered(numbers), ""), remat=remat)
-    return replace(more if most else less, rules=(rule,))
+
+    strategies: tuple[Strategy, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def most(self) -> Strategy:
+        """What most of its layers are under."""
+        return self.strategies[self.counts.index(max(self.counts))]
+
+
+def of_planned(stages: Sequence[PlannedStage], schedule: str, layers: Layers) -> Strategy:
+    """The strategy that runs these stages: with a pp axis where they are placed alike but for rules, else stage by
+    stage. What most layers do is that of the strategy, the others have rules.
+    """
+    ends = list(itertools.accumulate(sum(stage.counts) for stage in stages))
+    numbers: list[dict[Strategy, list[int]]] = []
+    for stage, end in zip(stages, ends, strict=True):
+        edges = itertools.accumulate(stage.counts, initial=end - sum(stage.counts))
+        runs = zip(stage.strategies, itertools.pairwise(edges), strict=True)
+        numbers.append({one: list(range(a, b)) for one, (a, b) in runs if b > a})
+    pipeline = Pipeline(schedule, 1, tuple(layers.module(end, "") for end in ends[:-1]))
+    if len({(stage.strategies[0].axes, stage.strategies[0].chunks) for stage in stages}) > 1:
+        parts = [_ruled(stage.most, mine, layers) for stage, mine in zip(stages, numbers, strict=True)]
+        parts = [*(replace(part, chunks=1) for part in parts[:-1]), parts[-1]]
+        return Strategy(((STAGES, len(parts)),), pipeline=pipeline, by_stage=tuple(parts))
+    merged: dict[Strategy, list[int]] = defaultdict(list)
+    for mine in numbers:
+        for one, some in mine.items():
+            merged[one] += some
+    most = max(merged, key=lambda one: len(merged[one]))
+    alike = _ruled(most, merged, layers)
+    return alike if len(stages) == 1 else replace(with_stages(alike, len(stages)), pipeline=pipeline)
+
+
+def _ruled(most: Strategy, numbers: Mapping[Strategy, Sequence[int]], layers: Layers) -> Strategy:
+    """`most`, and rules for the layers that are under another strategy."""
+    rules = []
+    for one, mine in numbers.items():
+        remat = None if one.remat == most.remat else one.remat or Remat("none")
+        zero = None if one.zero == most.zero else one.zero
+        if one != most:
+            rules.append(ModuleRule(layers.module(numbered(mine), ""), zero=zero, remat=remat))
+    return replace(most, rules=tuple(rules))

@@ -166,8 +166,7 @@ class Priced(ABC):
         Predicted at the `anchors` around it, and on the straight line in between: a peak is the largest of sums that
         grow evenly with the tokens, so it lies on that line or below, but for a hundredth that kernels need in blocks.
         """
-        place = min(max(bisect_right(self.anchors, tokens), 1), len(self.anchors) - 1)
-        low, high = self.anchors[place - 1], self.anchors[place]
+        low, high = around(self.anchors, tokens)
         above, width = tokens - low, high - low
         pairs = zip(self.at(low).columns, self.at(high).columns, strict=True)
         return Memory(*(one - (one - other) * above // width for one, other in pairs))  # rounded up
@@ -195,6 +194,12 @@ class Priced(ABC):
                 return None
             tokens = max(least, tokens * 99 // 100)
         return tokens
+
+
+def around(anchors: Sequence[int], tokens: int) -> tuple[int, int]:
+    """The two anchors on whose line the memory of so many tokens is taken to lie."""
+    place = min(max(bisect_right(anchors, tokens), 1), len(anchors) - 1)
+    return anchors[place - 1], anchors[place]
 
 
 def anchors_of(one: Priced) -> tuple[int, ...]:
@@ -272,8 +277,9 @@ class Candidate(Priced):
         return self._samples[tokens]
 
     def _of_program(self, program: TrainGraph, tokens: int) -> list[Memory]:
-        padding = ALIGN_BYTES * len(program.params())  # in the arena
-        return [memory_of_rank(rank.prediction, padding) for rank in self.over_time(program, tokens)]
+        """With what pads the parameters of a rank in its arena."""
+        ranks = self.over_time(program, tokens)
+        return [memory_of_rank(one.prediction, ALIGN_BYTES * _params_of(program, one.ranks[0])) for one in ranks]
 
     def over_time(self, program: TrainGraph, tokens: int) -> Sequence[RankMemory]:
         """By position of the pipeline."""
@@ -298,6 +304,12 @@ class Candidate(Priced):
             return 0.0
         terms = tuple(gradient_placements(program).items())
         return _home_s(terms, tuple(param_specs(program)), self.strategy.world, self.cluster)
+
+
+def _params_of(program: TrainGraph, rank: int) -> int:
+    """How many parameters a rank has."""
+    mine = program.stages_of(rank) if isinstance(program, PipelineGraph) else (program,)
+    return sum(len(one.params()) for one in mine)
 
 
 def memory_of_rank(one: MemoryPrediction, padding_bytes: int) -> Memory:

@@ -1,7 +1,6 @@
 """Rules per module for the strategies that a search has settled on: proposed from what is known, decided by programs.
 
-runs     per shape, some layers of each stage recompute more than the others: between two strategies that differ in that
-         alone, time and memory are taken to be on the line, and the number of layers is the best that memory allows
+stages   how many layers save memory in which way, stages that differ and their cuts, see `fxpar.search.stages`
 roles    positions are the modules of a layer, and those outside of layers. What it takes to run one of them under other
          roles is what a program with that one rule takes more, borders included. Attention is tried with documents in
          bins too, where these hold the longest one. Dynamic programming over positions keeps what no other choice
@@ -22,13 +21,14 @@ import numpy as np
 
 from fxpar.ir.module_rules import Axes, ModuleRule
 from fxpar.ir.strategy import Strategy
-from fxpar.search.blends import Blend, Changed
-from fxpar.search.bounds import Intervals, least_seconds
+from fxpar.search.blends import Changed
+from fxpar.search.bounds import Intervals
 from fxpar.search.fronts import undominated
 from fxpar.search.known import KnownModel, Said
-from fxpar.search.positions import globs_of_attention, globs_of_weight, with_run
-from fxpar.search.price import Priced
+from fxpar.search.positions import globs_of_attention, globs_of_weight
+from fxpar.search.price import Candidate, Priced
 from fxpar.search.pricing import PricedSet, SetPricer
+from fxpar.search.proposals import WORTH, Chosen, Group, Proposal
 from fxpar.search.space import (
     in_bins,
     layout_of_ranks,
@@ -39,61 +39,12 @@ from fxpar.search.space import (
     without_stages,
 )
 from fxpar.search.staged import StagedGuess
+from fxpar.search.stages import StageSearch
 
 TRIED = 3  # proposals that are lowered for a strategy, of either kind
-NEAR = 2  # numbers of layers that are looked at on either side of the best guess
 SMALL = 0.05  # of a model's seconds and of its weights: a position with less is left as it is; of a set's seconds
-WORTH = 0.002  # of a group's seconds: what rules must promise to be lowered, and of a set's what they must win
 ZERO = 3  # the level that a position may have beside that of the strategy
-Chosen = Sequence[tuple[int, Priced]]
 Point = tuple[tuple[ModuleRule, Priced], ...]
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """Strategies with rules that take the same programs, and the seconds of the best one's groups as guessed."""
-
-    seconds: float
-    strategies: tuple[Strategy, ...]
-
-
-@dataclass
-class _Group:
-    """What a strategy of a set runs: as much as its groups, up to `limit`; `chosen` is the set."""
-
-    chosen: Chosen
-    name: str
-    load: Intervals
-    pricer: SetPricer
-
-    @property
-    def limit(self) -> int:
-        return self.load.edges[-1]
-
-    def with_(self, one: Priced) -> Chosen:
-        return [(limit, one if other.name == self.name else other) for limit, other in self.chosen]
-
-    def seconds(self, one: Priced) -> float:
-        """Of a mean mini-batch in place of the strategy, at least, with what its weights and gradients take; infinite
-        if it does not fit into the set.
-        """
-        groups = self.pricer.groups(self.with_(one))
-        if groups is None:
-            return np.inf
-        budget = next(g.token_budget for g in groups if g.limit == self.limit)
-        return self._least_s(one, budget) + self._border_s(one)
-
-    def at_best(self, one: Priced) -> float:
-        """With all memory in the world."""
-        return self._least_s(one, max(self.limit, self.pricer.largest)) + self._border_s(one)
-
-    def _least_s(self, one: Priced, budget: int) -> float:
-        return float(least_seconds(one.cost, one.strategy, [budget], self.load)[:, 0, 0].mean())
-
-    def _border_s(self, one: Priced) -> float:
-        """A guess, as sets are ranked with: weights come and gradients leave over the slowest link of a rank."""
-        cluster = self.pricer.cluster
-        return 2 * one.stays.weight_bytes / float(cluster.bytes_per_s(between=cluster.nodes > 1))
 
 
 @dataclass
@@ -108,14 +59,14 @@ class RuleSearch:
 
     def better(self, chosen: Chosen, best: PricedSet) -> tuple[PricedSet, Chosen]:
         """A settled set, or a faster one of as many strategies, some of them with rules."""
-        for proposals in (self._runs, self._roles):
+        for proposals in (self._stages, self._roles):
             for one in list({one.name: one for _, one in chosen}.values()):
                 group = self._group(chosen, one, best)
                 if group is not None:
                     chosen, best = self._decided(group, list(proposals(group, one)), best)
         return best, chosen
 
-    def _group(self, chosen: Chosen, one: Priced, best: PricedSet) -> _Group | None:
+    def _group(self, chosen: Chosen, one: Priced, best: PricedSet) -> Group | None:
         """None for a strategy that runs hardly anything."""
         mine = [limit for limit, other in chosen if other.name == one.name]
         if sum(g.seconds for g in best.groups if g.limit in mine) < SMALL * best.predicted_s:
@@ -123,14 +74,14 @@ class RuleSearch:
         limits = [0, *(limit for limit, _ in chosen)]
         ranges = [(low, high) for low, high in itertools.pairwise(limits) if high in mine]
         batches = tuple(tuple(n for n in b if any(lo < n <= hi for lo, hi in ranges)) for b in self.pricer.batches)
-        return _Group(chosen, one.name, Intervals((mine[-1],), batches), self.pricer)
+        return Group(chosen, one.name, Intervals((mine[-1],), batches), self.pricer)
 
-    def _decided(self, group: _Group, proposals: list[Proposal], best: PricedSet) -> tuple[Chosen, PricedSet]:
+    def _decided(self, group: Group, proposals: list[Proposal], best: PricedSet) -> tuple[Chosen, PricedSet]:
         """With the best proposal that, lowered, makes the set faster."""
         chosen, must_s = group.chosen, (1 - WORTH) * best.predicted_s
         for proposal in sorted(proposals, key=lambda p: p.seconds)[:TRIED]:
             self.lowered += 1
-            found = [one for text in proposal.strategies if (one := self.known.candidate(text, self.said)) is not None]
+            found = self._lowered(proposal)
             seconds = {one.name: group.seconds(one) for one in found}
             for one in sorted(found, key=lambda one: seconds[one.name])[:TRIED]:
                 tried = group.with_(one)
@@ -143,32 +94,25 @@ class RuleSearch:
                     chosen, best = tried, priced
         return chosen, best
 
-    # ------------------------------------------------------------------------------------------------------- runs
-    def _runs(self, group: _Group, one: Priced) -> Iterator[Proposal]:
-        """For each shape its best number of layers that recompute more, in each pair of what they may recompute."""
-        layers, now = self.known.layers, self._alone(one.strategy)
-        if layers is None or now is None:
-            return
-        now_s = group.seconds(now)
-        by_shape: dict[Strategy, list[Priced]] = {}
-        for other in self.candidates:
-            by_shape.setdefault(replace(other.strategy, remat=None), []).append(other)
-        for shape, alike in by_shape.items():
-            each, left = divmod(layers.count, shape.stages)
-            for less, more in itertools.combinations(alike, 2):
-                if not left and group.at_best(less) < now_s:
-                    guesses = [group.seconds(one) for one in _blends(less, more, each)]
-                    best = int(np.argmin(guesses)) if guesses else 0
-                    if guesses and guesses[best] < (1 - WORTH) * now_s:
-                        counts = range(1, each)[max(0, best - NEAR) : best + NEAR + 1]
-                        texts = (with_run(less.strategy, more.strategy, layers, count) for count in counts)
-                        yield Proposal(guesses[best], tuple(texts))
+    def _lowered(self, proposal: Proposal) -> list[Candidate]:
+        found = [one for text in proposal.strategies if (one := self.known.candidate(text, self.said)) is not None]
+        if found and proposal.closer is not None:
+            return list(proposal.closer(found[0]))
+        return found
+
+    def _stages(self, group: Group, one: Priced) -> Iterator[Proposal]:
+        now = self._alone(one.strategy)
+        if now is not None:
+            search = StageSearch(self.known, self.candidates, self.said)
+            yield from search.proposals(group, group.seconds(now))
 
     # ------------------------------------------------------------------------------------------------------ roles
-    def _roles(self, group: _Group, one: Priced) -> Iterator[Proposal]:
+    def _roles(self, group: Group, one: Priced) -> Iterator[Proposal]:
         """What no other choice of roles beats. All ranks of a replica are on one axis: what several positions split of
         it is moved together, which two axes are not.
         """
+        if one.strategy.by_stage:
+            return
         plain = replace(one.strategy, rules=())
         inside = layout_of_ranks(plain)
         layouts = role_layouts(math.prod(degree for _, degree in inside), self.pricer.cluster.devices_per_node)
@@ -187,7 +131,7 @@ class RuleSearch:
                 rules = (*(rule for rule, _ in point), *one.strategy.rules)
                 yield Proposal(seconds, (replace(base, rules=rules),))
 
-    def _front(self, group: _Group, base: Strategy, alone: Priced, layouts: Sequence[Axes]) -> list[Point]:
+    def _front(self, group: Group, base: Strategy, alone: Priced, layouts: Sequence[Axes]) -> list[Point]:
         """Rules for some positions, with what each takes alone; none is beaten in memory, seconds and sync at once."""
         flat, layers = self.known.candidate(without_stages(base), self.said), self.known.layers
         if flat is None or layers is None:
@@ -220,18 +164,12 @@ class RuleSearch:
 
     def _alone(self, strategy: Strategy) -> Priced | None:
         """As it is known, or guessed from the strategy without stages."""
-        if strategy.pipeline_size == 1:
+        if strategy.pipeline_size == 1 or strategy.by_stage:
             return self.known.candidate(strategy, self.said)
         flat = self.known.candidate(without_stages(strategy), self.said)
         if flat is None or len(flat.samples) == 1:
             return None
         return StagedGuess(strategy, self.pricer.cluster, self.known.anchors, flat)
-
-
-def _blends(less: Priced, more: Priced, each: int) -> Iterator[Priced]:
-    """With 1, 2 ... of `each` layers as under `more`."""
-    for count in range(1, each):
-        yield Blend(less.strategy, less.cluster, less.anchors, less, more, count / each)
 
 
 def _taken(one: Priced, tokens: int) -> np.ndarray:

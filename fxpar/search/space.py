@@ -9,7 +9,7 @@ from dataclasses import replace
 from fxpar.ir.axes import BINS, REPLICAS, ROLE_AXES, STAGES, USES
 from fxpar.ir.module_rules import Axes, ModuleRule
 from fxpar.ir.remat import Remat
-from fxpar.ir.strategy import Strategy, of_degrees
+from fxpar.ir.strategy import SINGLE, Strategy, of_degrees
 from fxpar.ir.strategy_text import Pipeline
 
 # What saves memory and costs time, the least costly first: a level is tried where those before it do not fit.
@@ -56,10 +56,26 @@ def without_stages(strategy: Strategy) -> Strategy:
     return replace(strategy, axes=((REPLICAS, replicas), *kept) if replicas > 1 else tuple(kept), pipeline=Pipeline())
 
 
+def with_stages(strategy: Strategy, stages: int) -> Strategy:
+    """The same in so many stages, each with all of its ranks."""
+    outer = [axis for axis in strategy.axes if axis[0] == REPLICAS]
+    inner = [axis for axis in strategy.axes if axis[0] not in (REPLICAS, STAGES)]
+    return replace(strategy, axes=(*(one for one in outer if one[1] > 1), (STAGES, stages), *inner))
+
+
+def of_a_stage(strategy: Strategy) -> Strategy:
+    """What a stage of a pipeline with equal stages runs under."""
+    kept = tuple(axis for axis in strategy.axes if axis[0] != STAGES)
+    return replace(strategy, axes=kept or SINGLE.axes, pipeline=Pipeline())
+
+
 def placed_alike(strategy: Strategy) -> Strategy:
     """The one that stands for all under which parameters lie as they do here: what is recomputed moves none, chunks of
     the loss and the schedule of one stage per rank do not.
     """
+    if strategy.by_stage:
+        alike = replace(strategy, by_stage=tuple(map(placed_alike, strategy.by_stage)))
+        return replace(alike, pipeline=replace(strategy.pipeline, schedule="1f1b"))
     pipeline = strategy.pipeline if strategy.pipeline.virtual > 1 else replace(strategy.pipeline, schedule="1f1b")
     placing = [rule for rule in strategy.rules if rule.axes or rule.zero is not None]
     rules = tuple(replace(rule, remat=None, offload=None, chunks=None) for rule in placing)
@@ -127,7 +143,7 @@ def single_axis(layout: Axes) -> Axes:
 def with_layout(strategy: Strategy, layout: Axes) -> Strategy:
     """With other roles for as many ranks; sp wherever weights are cut."""
     outer = tuple(axis for axis in strategy.axes if axis[0] not in ROLE_AXES)
-    return replace(strategy, axes=(*outer, *layout), sp=_cuts_weights(layout))
+    return replace(strategy, axes=(*outer, *layout) or SINGLE.axes, sp=_cuts_weights(layout))
 
 
 def layout_rule(glob: str, layout: Axes, zero: int | None) -> ModuleRule:

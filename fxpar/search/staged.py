@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.flowing import strategy_pace
 from fxpar.cost.group import of_strategy
 from fxpar.cost.group_cost import GroupCost
 from fxpar.cost.polynomial import Polynomial
+from fxpar.ir.strategy import Strategy
 from fxpar.schedule.mini_batch import Pace
 from fxpar.search.price import Candidate, Memory, Priced, spread_layers
 
@@ -38,7 +40,7 @@ class StagedGuess(Priced):
     def cost(self) -> GroupCost:
         few, step = self.flat.per_step()
         rest = few + step * -self._in_few
-        handed = self._handed_on_s()
+        handed = handed_on_s(self.flat, self.strategy, self.cluster)
         positions = [(handed + (rest if last else Polynomial()), step) for last in self._is_last()]
         shares = spread_layers(positions, self._in_few + self.flat.steps)
         return of_strategy(shares, self.strategy, self.cluster)
@@ -51,16 +53,6 @@ class StagedGuess(Priced):
 
     def _is_last(self) -> list[bool]:
         return [number == self.positions - 1 for number in range(self.positions)]
-
-    def _handed_on_s(self) -> Polynomial:
-        """One tensor of a row per token and direction, cut as tokens are; its width is that of the first matrix."""
-        program, strategy = self.flat.programs[0], self.strategy
-        meta = next(stored.meta for _, stored in program.params() if len(stored.meta.shape) == 2)
-        cut = math.prod(strategy.degree(axis) for axis in strategy.token_axes)
-        nbytes = Fraction(int(meta.shape[-1]) * meta.dtype.itemsize, cut)
-        between = self.cluster.nodes > 1
-        each = Polynomial(Fraction(0), nbytes / self.cluster.bytes_per_s(between)) + Polynomial(self.cluster.latency_s)
-        return each * 2
 
     @property
     def reduce_s(self) -> float:
@@ -95,3 +87,12 @@ class StagedGuess(Priced):
             gradient_bytes=math.ceil(whole.gradient_bytes * held(2)),
             staging_bytes=whole.staging_bytes,
         )
+
+
+def handed_on_s(flat: Candidate, strategy: Strategy, cluster: ClusterSpec) -> Polynomial:
+    """One tensor of a row per token and direction, cut as tokens are; its width is that of the first matrix."""
+    meta = next(stored.meta for _, stored in flat.programs[0].params() if len(stored.meta.shape) == 2)
+    cut = math.prod(strategy.degree(axis) for axis in strategy.token_axes)
+    nbytes = Fraction(int(meta.shape[-1]) * meta.dtype.itemsize, cut)
+    each = Polynomial(Fraction(0), nbytes / cluster.bytes_per_s(cluster.nodes > 1)) + Polynomial(cluster.latency_s)
+    return each * 2

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.exec_graph import Outline
 from fxpar.ir.strategy import Strategy
+from fxpar.search.kinds import MixedCandidate
 from fxpar.search.layouts import guessed_layout
 from fxpar.search.price import DEEPEST, Depth, Priced, extrapolated
 from fxpar.search.space import placed_alike
@@ -42,7 +43,8 @@ class KnownSwitches:
         for one in strategies:
             name = placement_of(one.strategy)
             if name not in self._layouts:
-                guess = guessed_layout(one, self.layers) if self.guess else None
+                known = self.guess or (isinstance(one, MixedCandidate) and one.stands)
+                guess = guessed_layout(one, self.layers) if known else None
                 self._layouts[name] = guess or layout_of(self.outlines(one.strategy, self.layers), one.name)
 
     def seconds(self, target: str, sources: Sequence[str]) -> float:
@@ -108,10 +110,12 @@ class ModelSwitches:
     _known: dict[tuple[int, bool], KnownSwitches] = field(default_factory=dict)
 
     def of_set(self, unique: Mapping[str, Priced], resident: Collection[str], guess: bool) -> SetSwitches:
-        """Of a model with two layers for each of the most stages, and with three. Without `guess` layouts are guessed
-        where more than DEEPEST layers would have to be captured.
+        """Of a model with two layers for each of the most stages, and with three; with all layers where a strategy
+        tells them apart. Without `guess` layouts are guessed where more than DEEPEST layers would have to be captured.
         """
         samples = self.depth.samples(max(one.strategy.stages for one in unique.values()))
+        if any(isinstance(one, MixedCandidate) and one.stands for one in unique.values()):
+            samples = (self.depth.layers,)
         known = []
         for layers in samples:
             guesses = guess or layers > DEEPEST

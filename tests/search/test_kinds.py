@@ -34,10 +34,16 @@ CASES = [
     ("dp8[layers.{0-1}: +remat; layers.2: +remat(selective)]", LAYERS),
     ("dp2.tp4+sp[*.attention: cp2.tp2+sp; layers.{0-2}: +remat]", LAYERS),
     ("dp2.pp2.tp2+sp[layers.{0-2,4-6}: +remat]", STAGED),
+    ("dp8[layers.{0-2}: +zero3]", LAYERS),
+    ("dp4.tp2+sp[layers.{0-2}: cp2]", LAYERS),
+    ("dp2.pp2.tp2+sp+cut(layers.5)", STAGED),
+    ("dp2.pp2.tp2+sp+cut(layers.5)[layers.{0-3}: +remat]", STAGED),
+    ("dp2.tp2+sp+cut(layers.5)[layers.{0-3}: +remat; *.ffn: cp2] > dp2.cp2+zero3", STAGED),
+    ("cp3+cut(layers.5)+zero3 > dp1[layers.{6-7}: +remat]", STAGED),
 ]
 
 
-@pytest.mark.parametrize(("text", "layers"), thinned(CASES, CASES[:1]))
+@pytest.mark.parametrize(("text", "layers"), thinned(CASES, [CASES[0], CASES[-2]]))
 def test_as_the_whole_model(text, layers):
     """Time, memory, and the way home of gradients."""
     few, whole = priced(text, layers, False), priced(text, layers, True)
@@ -76,10 +82,10 @@ def test_small_models_are_lowered_once_for_all_numbers_of_layers():
 @pytest.mark.parametrize(
     ("text", "layers"),
     [
-        ("dp8[layers.{0-2}: +zero3]", LAYERS),
-        ("dp4.tp2+sp[layers.{0-2}: cp2]", LAYERS),
-        ("dp2.pp2.tp2+sp[layers.{0-2}: +remat]", STAGED),
-        ("dp4.pp2[layers.{0-3}: +remat]", STAGED),
+        ("dp8[layers.{0,2}: +zero3]", LAYERS),
+        ("dp4.tp2+sp[layers.{0,2}: cp2]", LAYERS),
+        ("dp4.pp2+cut(norm)[layers.{0-3}: +remat]", STAGED),
+        ("dp4+cut(layers.4.ffn) > dp4", STAGED),
     ],
 )
 def test_what_small_models_cannot_stand_for_is_refused(text, layers):

@@ -6,15 +6,16 @@ import pytest
 
 from fxpar.cost.cluster import usual_cluster
 from fxpar.ir.strategy import Strategy
+from fxpar.search.known import KnownModel
 from fxpar.search.layouts import guessed_layout
-from fxpar.search.price import candidate
+from fxpar.search.price import Depth, candidate
 from fxpar.search.space import without_stages
 from fxpar.search.staged import StagedGuess
 from fxpar.switch.layout import layout_of
 from tests.repeat import thinned
 from tests.search.shallow import shallow
 
-CLUSTER, ANCHORS, LAYERS = usual_cluster(8), (64, 4096), 4
+CLUSTER, ANCHORS, LAYERS, DEEP = usual_cluster(8), (64, 4096), 4, 8
 
 
 CASES = [(model, text) for model in ("llama", "hf:gpt2") for text in ("dp4.cp2+zero3", "pp2.cp2.tp2+sp+zero3")]
@@ -36,3 +37,24 @@ def test_none_where_nothing_shallow_was_priced():
     flat = candidate(rows.lower, Strategy.parse("dp2"), CLUSTER, rows.depth, ANCHORS)
     assert guessed_layout(pipeline, LAYERS) is None
     assert guessed_layout(flat, flat.samples[1] - 1) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    thinned(
+        APART := [
+            "dp8[layers.{0-2}: +zero3]",
+            "dp2.pp2.tp2+sp+cut(layers.5)",
+            "dp2.tp2+sp+cut(layers.5)[layers.{0-3}: +remat; *.ffn: cp2] > dp2.cp2+zero3",
+        ],
+        APART[:1],
+    ),
+)
+def test_layers_that_are_told_apart_lie_as_in_the_deep_model(text):
+    rows, strategy = shallow("stack", DEEP), Strategy.parse(text)
+    known = KnownModel(rows.lower, rows.outlines, CLUSTER, Depth(DEEP), (64, 512))
+    one = known.candidate(strategy, lambda _: None)
+    assert one is not None, known.refused
+    guess = guessed_layout(one, DEEP)
+    assert guess is not None
+    assert dict(guess.params) == dict(layout_of(rows.outlines(strategy, DEEP)).params)

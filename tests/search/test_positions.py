@@ -6,7 +6,7 @@ import pytest
 
 from fxpar.ir.strategy import Strategy
 from fxpar.search.kinds import Layers
-from fxpar.search.positions import globs_of_attention, globs_of_weight, position_of, times, with_run
+from fxpar.search.positions import PlannedStage, globs_of_attention, globs_of_weight, of_planned, position_of, times
 from fxpar.search.price import candidate
 from tests.search.shallow import shallow
 from tests.search.test_kinds import CLUSTER, LAYERS
@@ -41,26 +41,29 @@ def test_positions_of_a_model_have_matrices_and_weight():
     assert globs_of_attention(flat, layers) == {"*.attention"}
 
 
+FEW, MORE = "dp4", "dp4+remat"
+
+
 @pytest.mark.parametrize(
-    ("less", "more", "count", "want"),
+    ("stages", "want"),
     [
-        ("dp4", "dp4+remat", 8, "dp4[model.layers.{0-7}: +remat]"),
-        ("dp4", "dp4+remat", 52, "dp4+remat[model.layers.{52-59}: +remat(none)]"),
-        ("dp4", "dp4+remat", 1, "dp4[model.layers.0: +remat]"),
+        ([((MORE, FEW), (8, 52))], "dp4[model.layers.{0-7}: +remat]"),
+        ([((MORE, FEW), (52, 8))], "dp4+remat[model.layers.{52-59}: +remat(none)]"),
+        ([(("dp4+zero3", FEW), (1, 59))], "dp4[model.layers.0: +zero3]"),
         (
-            "pp4+remat(selective)",
-            "pp4+remat",
-            3,
-            "pp4+remat(selective)[model.layers.{0-2,15-17,30-32,45-47}: +remat]",
+            [((MORE, FEW), (3, 25)), ((MORE, FEW), (1, 31))],
+            "dp4.pp2+cut(model.layers.28)[model.layers.{0-2,28}: +remat]",
         ),
-        ("pp2+remat(selective)", "pp2+remat", 28, "pp2+remat[model.layers.{28-29,58-59}: +remat(selective)]"),
+        ([((MORE, FEW), (28, 0)), ((MORE, FEW), (0, 32))], "dp4.pp2+cut(model.layers.28)[model.layers.{0-27}: +remat]"),
+        (
+            [(("tp2+sp+remat", "tp2+sp"), (3, 25)), (("tp3+sp+chunks(4)",), (32,))],
+            "tp2+sp+cut(model.layers.28)[model.layers.{0-2}: +remat] > tp3+sp+chunks(4)",
+        ),
     ],
 )
-def test_runs_of_layers(less, more, count, want):
+def test_stages_are_written_as_short_as_they_can_be(stages, want):
     """What most of the layers do is the strategy's own; the text is read as it was written."""
-    found = with_run(Strategy.parse(less), Strategy.parse(more), DEEP, count)
+    planned = [PlannedStage(tuple(map(Strategy.parse, texts)), counts) for texts, counts in stages]
+    found = of_planned(planned, "1f1b", DEEP)
     assert str(found) == want
     assert Strategy.parse(want) == found
-    full = [found.remat_of(f"model.layers.{i}") == Strategy.parse(more).remat for i in range(60)]
-    each = 60 // found.stages
-    assert full == [i % each < count for i in range(60)]

@@ -13,11 +13,11 @@ from fxpar.cli.shallow import Shallow
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.device import CPU
 from fxpar.ir.strategy import Strategy
-from fxpar.search.blends import Blend, Changed
+from fxpar.search.blends import Changed
 from fxpar.search.driver import Found, Problem, _Search, find_plan_of
 from fxpar.search.known import KnownModel
 from fxpar.search.lengths import mini_batches, read_lengths
-from fxpar.search.positions import with_run
+from fxpar.search.positions import PlannedStage, of_planned
 from fxpar.search.price import Depth
 from fxpar.search.pricing import SetPricer
 from fxpar.search.simulate import Named, simulate
@@ -98,7 +98,8 @@ def test_no_number_of_layers_is_better():
     levels = [one.strategy for one in search.candidates if one.strategy.zero == 0]
     for less, more in itertools.combinations(levels, 2):
         for count in range(1, LAYERS):
-            one = priced(str(with_run(less, more, layers, count)))
+            stage = PlannedStage((more, less), (count, LAYERS - count))
+            one = priced(str(of_planned([stage], "1f1b", layers)))
             every.append(search.pricer.price([(LONGEST, one)], settle=True))
     best = min(one.predicted_s for one in every if one is not None)
     assert plan.predicted_s == pytest.approx(best, rel=1e-9)
@@ -128,13 +129,6 @@ def test_two_changes_take_what_each_takes(names):
     assert guess.cost.seconds([LONGEST]) == pytest.approx(both.cost.seconds([LONGEST]), rel=0.02)
     assert guess.memory(LONGEST).peak_bytes == pytest.approx(both.memory(LONGEST).peak_bytes, rel=0.05)
     assert guess.reduce_s == pytest.approx(both.reduce_s, rel=0.05)
-
-
-def test_a_blend_is_what_the_mixture_takes():
-    less, more, both = priced("dp4"), priced("dp4+remat"), priced("dp4[layers.{0-1}: +remat]")
-    guess = Blend(both.strategy, CLUSTER, less.anchors, less, more, 2 / LAYERS)
-    assert guess.cost.seconds([LONGEST]) == pytest.approx(both.cost.seconds([LONGEST]), rel=0.01)
-    assert guess.memory(LONGEST).peak_bytes == pytest.approx(both.memory(LONGEST).peak_bytes, rel=0.05)
 
 
 @functools.cache
