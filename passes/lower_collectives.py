@@ -146,6 +146,13 @@ def _partial(emit: _Emitter, x: fx.Node, axis: str) -> fx.Node:
     return emit.call(layout.keep_on_first, x, f"#{axis}")
 
 
+def _shift(emit: _Emitter, x: fx.Node, axis: str) -> fx.Node:
+    here = _shape(x)
+    row = emit.call(layout.lift, x, local=_rows(here, 1))
+    come = emit.communicate(layout.shift, axis, here, _rows(here, 1), row, emit.degree(axis), f"#{axis}")
+    return emit.call(layout.lower, come)
+
+
 _LOWER: dict[Any, Any] = {
     c.all_reduce: _all_reduce,
     c.all_gather: _all_gather,
@@ -153,4 +160,5 @@ _LOWER: dict[Any, Any] = {
     c.all_to_all: _all_to_all,
     c.shard: _shard,
     c.partial: _partial,
+    c.shift: _shift,
 }

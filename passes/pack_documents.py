@@ -28,14 +28,24 @@ from torch import fx
 from fxpar.errors import PackingError
 from fxpar.flow import TokenFlow, in_words, token_flow
 from fxpar.ir.copies import copy_graph
-from fxpar.ir.graph import DOCUMENTS, Dim, ForwardGraph, Input, LogicalGraph, Packing, Size, TensorMeta, dim_symbol
+from fxpar.ir.graph import (
+    DOCUMENTS,
+    POSITIONS,
+    Dim,
+    ForwardGraph,
+    Input,
+    LogicalGraph,
+    Packing,
+    Size,
+    TensorMeta,
+    dim_symbol,
+)
 from fxpar.ir.node_meta import is_size, size_of, tensor_of
 from fxpar.torch_api.modules import lazy_module
 
 aten = torch.ops.aten
 own = torch.ops.fxpar
 
-POSITIONS = "document_positions"
 _TOKENS = "T"
 
 

@@ -22,7 +22,7 @@ from fxpar.ir.node_meta import input_kind, is_backward, tensor_metas, tensor_of
 from fxpar.ir.strategy import Strategy, parse_override
 from fxpar.ops.traits import ATTENTION, is_product, is_view
 from fxpar.rules.option import Option
-from fxpar.rules.own_ops import attention_by_tokens, attention_options, narrow_attention
+from fxpar.rules.own_ops import attention_by_tokens, attention_in_ring, attention_options, narrow_attention
 from fxpar.rules.table import own, passing
 
 # A product or a weight that is not cut costs this many times its bytes: cutting the work is what the axis is for, so it
@@ -225,6 +225,15 @@ class RowsAxis(ContextAxis):
         return super().extra(problem, entry)
 
 
+@dataclass(frozen=True)
+class RingAxis(ContextAxis):
+    """ring: as cp, but attention keeps its tokens cut, and keys and values travel. What a mask hides is seen by heads."""
+
+    def extra(self, problem: AxisProblem, entry: OpClass) -> list[Option]:
+        in_ring = attention_in_ring(entry.view) if entry.view.target in ATTENTION else None
+        return [in_ring] if in_ring is not None else super().extra(problem, entry)
+
+
 def grad_cost(nbytes: int, placement: Placement, degree: int) -> float:
     """A gradient that stays partial is reduced later, together with others: no launch of its own."""
     if isinstance(placement, Partial):
@@ -260,6 +269,7 @@ def _check_dim(pattern: str, placement: Placement, info: Input) -> None:
 __all__ = [
     "ContextAxis",
     "ModelAxis",
+    "RingAxis",
     "RowsAxis",
     "TensorAxis",
     "boundary_placement",

@@ -47,6 +47,7 @@ _ARITHMETIC = (
 )
 _OF_PASSES = (
     *(layout.pack, layout.unpack, layout.take, layout.lower, layout.lift, layout.fuse, layout.unfuse),
+    layout.shift,
     *(layout.zero_padding, layout.keep_on_first),
     *(markers.vary, collectives.reshard, *collectives.COLLECTIVES),
 )

@@ -26,6 +26,7 @@ Size = int | sympy.Expr
 TOKEN_NUMBERS = "token_numbers"
 TOKENS = "T"  # the dim that counts tokens
 DOCUMENTS = "document_ids"  # the key of a batch that marks the documents of a row
+POSITIONS = "document_positions"  # the key of a batch that counts tokens in each document
 COUNT = ":count"  # behind the name of a metric: what it is divided by in the end
 
 InputKind = Literal["param", "buffer", "constant", "batch", "scale", "seed", "tangent", "received", "received_grad"]
