@@ -147,10 +147,8 @@ def _partial(emit: _Emitter, x: fx.Node, axis: str) -> fx.Node:
 
 
 def _shift(emit: _Emitter, x: fx.Node, axis: str) -> fx.Node:
-    here = _shape(x)
-    row = emit.call(layout.lift, x, local=_rows(here, 1))
-    come = emit.communicate(layout.shift, axis, here, _rows(here, 1), row, emit.degree(axis), f"#{axis}")
-    return emit.call(layout.lower, come)
+    # Nothing stands between the wait and who reads it, so that it can sink.
+    return emit.communicate(layout.shift, axis, _shape(x), _shape(x), x, emit.degree(axis), f"#{axis}")
 
 
 _LOWER: dict[Any, Any] = {

@@ -1,8 +1,8 @@
 """Ring attention: attention whose tokens are cut over a ring becomes steps, between which keys and values travel.
 
 Before: one call of attention for all tokens of a row, with queries, keys and values cut over the axes of a ring. After:
-a step for each rank of the ring (`fxpar.ops.ring`), in local shapes. A transfer starts before the step during which it
-runs:
+a step for each rank of the ring (`fxpar.ops.ring_steps`), in local shapes. A transfer starts before the step during
+which it runs:
 
     %o, %l = attention(%q, %k, %v, %docs)       %kv0 = cat(%k, %v)
                                                 %kv1 = shift(%kv0, "ring")
@@ -94,10 +94,10 @@ class _Emitter:
 
     def forward(self) -> None:
         q, k, v = self.node.args[:3]
-        kv, found = self._side_by_side(k, v), [None, None]
-        out_meta, lse_meta = local_meta(self.node)  # type: ignore[misc]
+        results: Any = local_meta(self.node)
+        (out_meta, lse_meta), kv, found = results, self._side_by_side(k, v), [None, None]
         for step in range(self.degree):
-            coming = self._shift(kv) if step < self.degree - 1 else None
+            coming: Any = self._shift(kv) if step < self.degree - 1 else None
             wide = TensorMeta(out_meta.shape, compute_dtype(out_meta.dtype))
             metas = (out_meta if coming is None else wide, lse_meta)
             found = self._block(own.attention_block.default, (q, kv, *found), step, metas)
@@ -106,21 +106,23 @@ class _Emitter:
 
     def backward(self) -> None:
         dout, q, k, v, out, lse = self.node.args[:6]
-        dk_meta, dv_meta = local_meta(self.node)[1:]  # type: ignore[index]
-        kv, dq, home, sums = self._side_by_side(k, v), None, None, None
+        results: Any = local_meta(self.node)
+        kv = self._side_by_side(k, v)
+        metas = (local_tensor(q), local_tensor(kv))
+        dq: Any = None
+        home: Any = None  # gradients of the rank's own keys and values
+        away: Any = None  # the sum of those of the others that it has, which travels
         for step in range(self.degree):
-            coming = self._shift(kv) if step < self.degree - 1 else None
-            arriving = None if sums is None else self._shift(sums)
-            metas = (local_tensor(q), local_tensor(kv))
+            coming: Any = self._shift(kv) if step < self.degree - 1 else None
+            arriving = self._shift(away) if away else None
             terms = self._block(own.attention_block_backward.default, (dout, q, kv, out, lse), step, metas)
-            dq = terms[0] if dq is None else self._add(dq, terms[0])
-            if step == 0:
+            dq = self._add(dq, terms[0]) if dq else terms[0]
+            if home is None:
                 home = terms[1]
             else:
-                sums = terms[1] if arriving is None else self._add(arriving, terms[1])
+                away = self._add(arriving, terms[1]) if arriving else terms[1]
             kv = coming
-        total = self._add(self._shift(sums), home)
-        dk, dv = self._apart(total, dk_meta, dv_meta)
+        dk, dv = self._apart(self._add(self._shift(away), home), *results[1:])
         self._results([dq, dk, dv])
 
     def _call(self, target: Any, args: tuple[Any, ...], meta: Any) -> fx.Node:
@@ -143,10 +145,11 @@ class _Emitter:
         return self._call(aten.cat.default, (rows, 3), meta)
 
     def _apart(self, kv: fx.Node, *metas: TensorMeta) -> list[fx.Node]:
-        found, begin = [], 0
+        found: list[fx.Node] = []
+        begin: Any = 0
         for meta in metas:
             B, H, S, E = meta.shape
-            end: Any = begin + E
+            end = begin + E
             part = self._call(aten.slice.Tensor, (kv, 3, begin, end), TensorMeta((B, S, H, E), meta.dtype))
             found.append(self._call(aten.transpose.int, (part, 1, 2), meta))
             begin = end

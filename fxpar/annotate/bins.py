@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxpar.errors import BinsError
+from fxpar.errors import BinsError, RingOfBinsError
 from fxpar.flow import in_words, token_flow, token_symbol
 from fxpar.ir.graph import DOCUMENTS, ForwardGraph, LogicalGraph
 from fxpar.ir.strategy import Strategy
@@ -21,8 +21,11 @@ def reads_bins(node: fx.Node) -> bool:
 
 def check_bins(logical: LogicalGraph, strategy: Strategy) -> None:
     """Raise BinsError for a strategy that packs documents in bins, of a model whose rows hold one sequence, or that
-    would see the padding between them. A forward whose loss is outside takes its rows as they are.
+    would see the padding between them, RingOfBinsError for one that cuts documents as well. A forward whose loss is
+    outside takes its rows as they are.
     """
+    if strategy.bins > 1 and strategy.ring > 1:
+        raise RingOfBinsError(str(strategy))
     if strategy.bins == 1 or isinstance(logical, ForwardGraph):
         return
     token = token_symbol(logical)

@@ -227,11 +227,15 @@ class RowsAxis(ContextAxis):
 
 @dataclass(frozen=True)
 class RingAxis(ContextAxis):
-    """ring: as cp, but attention keeps its tokens cut, and keys and values travel. What a mask hides is seen by heads."""
+    """ring: as cp, but attention keeps its tokens cut, and keys and values travel. Where a mask says who sees whom, it
+    is as cp.
+    """
 
     def extra(self, problem: AxisProblem, entry: OpClass) -> list[Option]:
         in_ring = attention_in_ring(entry.view) if entry.view.target in ATTENTION else None
-        return [in_ring] if in_ring is not None else super().extra(problem, entry)
+        if in_ring is not None and all(kind is True for kind in cut_kinds(problem, entry, in_ring)):
+            return [in_ring]
+        return super().extra(problem, entry)
 
 
 def grad_cost(nbytes: int, placement: Placement, degree: int) -> float:

@@ -4,13 +4,13 @@ Grammar: `axes ('+' flag)*` with axes `name degree ('.' name degree)*`, outermos
 
     dp2.tp4+sp+zero1     2 replicas of a 4-way tensor-parallel model, sequence parallel, ZeRO-1
 
-Axes: dp (data), pp (pipeline), cp (context: tokens), rows (tokens, packed so that no document is cut), tp (tensor), ep
-(expert). Flags: sp (Megatron sequence parallel on the tp axis), zero1 | zero2 | zero3 (optimizer state | + gradients |
-+ parameters sharded over dp, cp and rows), remat or remat(...) (recomputation, see `Remat`), chunks(16) (the loss over
-the vocabulary, in as many chunks of tokens). With pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see
-`Pipeline`), cut(layers.3|layers.6) (where stages begin). role(tp=name) (what an axis is used for, where another package
-says so, see `fxpar.annotate.roles`). Rules in brackets at the end say what some modules do otherwise (see
-`fxpar.ir.module_rules`):
+Axes: dp (data), pp (pipeline), cp (context: tokens, heads in attention), ring (tokens, in attention too), rows (tokens,
+packed so that no document is cut), tp (tensor), ep (expert). Flags: sp (Megatron sequence parallel on the tp axis),
+zero1 | zero2 | zero3 (optimizer state | + gradients | + parameters sharded over dp, cp, ring and rows), remat or
+remat(...) (recomputation, see `Remat`), chunks(16) (the loss over the vocabulary, in as many chunks of tokens). With
+pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see `Pipeline`), cut(layers.3|layers.6) (where stages
+begin). role(tp=name) (what an axis is used for, where another package says so, see `fxpar.annotate.roles`). Rules in
+brackets at the end say what some modules do otherwise (see `fxpar.ir.module_rules`):
 
     dp2.tp4+sp[*.self_attn: cp4; lm_head: tp4]
 
@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxpar.errors import OverrideError, StrategySyntaxError, WorldSizeError
-from fxpar.ir.axes import BINS, RANKS, REPLICAS, ROLE_AXES, STAGES, USES, data_axes
+from fxpar.ir.axes import BINS, RANKS, REPLICAS, RING, ROLE_AXES, STAGES, USES, data_axes
 from fxpar.ir.dist_config import Placement, R, Shard
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.module_rules import ModuleRule, atoms, governing, joined, split_outside
@@ -259,6 +259,15 @@ class Strategy:
         """Axes and sub-axes over which bins are cut: those that are rows in any module."""
         layouts = [None, *(i for i, rule in enumerate(self.rules) if rule.axes)]
         return tuple(atom for atom in self.atoms if any(self.axis_in(atom, layout) == BINS for layout in layouts))
+
+    @property
+    def ring(self) -> int:
+        """Over how many ranks keys and values travel, where they do over most; 1 where they stay."""
+        if self.by_stage:
+            return max(stage.ring for stage in self.by_stage)
+        layouts = [None, *(i for i, rule in enumerate(self.rules) if rule.axes)]
+        rings = ([a for a in self.atoms if self.axis_in(a, layout) == RING] for layout in layouts)
+        return max(math.prod(map(self.degree, ring)) for ring in rings)
 
     def placing(self) -> Strategy:
         """The same without what saves memory alone: two strategies that are equal so place every value alike."""

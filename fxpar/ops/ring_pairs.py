@@ -1,8 +1,8 @@
 """Which queries of a rank see which keys of another rank, where the tokens of a row are cut over a ring.
 
-A row of T tokens is cut in equal pieces, one per rank. A *run* is a stretch of a piece with one document whose positions
-count up by one: a document that is cut in one place has one run per rank, one that is cut in zigzag has two. Runs are
-read once per row on the host, and kept with the tensors as long as these live unchanged.
+A row of T tokens is cut in equal pieces, one per rank. A *run* is a stretch of a piece: tokens of one document at
+positions that count up by one. A document has one run on each rank that has a part of it, two where it is cut in
+zigzag. Runs are read once per row on the host, and kept with the tensors as long as these live unchanged.
 """
 
 from __future__ import annotations
