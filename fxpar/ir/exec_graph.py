@@ -162,6 +162,7 @@ class Program(ABC):
     name: str = "model"
     constants: dict[str, Tensor] = field(default_factory=dict)
     padding_hazard: str | None = None  # why a batch must not be padded, if it must not
+    spread: int = 1  # over how many ranks of a ring the tokens of a row are spread evenly; 1: they stay in their order
     notes: tuple[str, ...] = ()
     timings: dict[str, float] = field(default_factory=dict)
     passes: tuple[dict[str, Any], ...] = ()
@@ -235,7 +236,7 @@ class Program(ABC):
         for name, value in sorted(self.constants.items()):
             digest.update(f"{name} {content(value).tolist()} {tuple(value.shape)} {value.dtype}\n".encode())
         for program in self.placed:
-            digest.update(f"{sorted(program.divisors.items())} {program.padding_hazard}\n".encode())
+            digest.update(f"{sorted(program.divisors.items())} {program.padding_hazard} {program.spread}\n".encode())
             digest.update(f"{program.inputs} {program.outputs} {program.dims}\n".encode())
             for stored in (*program.stored_inputs, *program.stored_outputs):
                 digest.update(f"{stored.meta} {stored.dist} {stored.dist.mesh}\n".encode())

@@ -141,11 +141,14 @@ class Packing:
     """What holds of a graph whose rows may be several documents, each of `minimum` to `maximum` tokens.
 
     `padding_hazard` says why a row must not be padded by a document that has no labels; None if it may.
+    `order_hazard` says why tokens must lie in their order; None if the batch alone says where each belongs, but for
+    attention.
     """
 
     padding_hazard: str | None
     minimum: int = 1
     maximum: int | None = None
+    order_hazard: str | None = "nobody has looked"
 
 
 @dataclass(frozen=True)
