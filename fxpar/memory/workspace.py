@@ -108,6 +108,27 @@ def _attention_bytes(node: fx.Node, shape: Sizes, given: Conditions, first: int)
     return own_bytes + pieces * dtype.itemsize
 
 
+def _ring_step(node: fx.Node, shape: Sizes, given: Conditions) -> int:
+    return _ring_bytes(node, shape, given, first=0)
+
+
+def _ring_step_backward(node: fx.Node, shape: Sizes, given: Conditions) -> int:
+    return _ring_bytes(node, shape, given, first=1)
+
+
+def _ring_bytes(node: fx.Node, shape: Sizes, given: Conditions, first: int) -> int:
+    """That of attention over one block, and what it finds there, which is then added to the result."""
+    args: Any = node.args
+    q, kv = (shape(a) for a in args[first : first + 2])
+    wide = _wide(_meta(args[first]).dtype)
+    (B, tokens, heads, width), (window, _, softcap) = kv, args[-3:]
+    k, v = ((B, heads, tokens, size) for size in (q[3], width - q[3]))
+    found = math.prod(kv) + math.prod(q) if first else math.prod(q[:3]) * (v[3] + 3)
+    if softcap or 0 < window < tokens:
+        return (_block_elements(q, k, v, window, bool(softcap), bool(first)) + found) * wide
+    return (_flash_elements(q, k, v, given.threads, bool(first)) + found) * wide
+
+
 def _both(k: Shape, v: Shape) -> int:
     return math.prod(k) + math.prod(v)
 
@@ -141,4 +162,6 @@ _RULES: dict[Any, Callable[[fx.Node, Sizes, Conditions], float]] = {
     own.dropout.default: _dropout,
     own.attention.default: _attention,
     own.attention_backward.default: _attention_backward,
+    own.attention_block.default: _ring_step,
+    own.attention_block_backward.default: _ring_step_backward,
 }

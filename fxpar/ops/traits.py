@@ -302,6 +302,11 @@ OUT: dict[Any, tuple[Any, str]] = {
 """Elementwise op -> (the one that writes into a given tensor, the name of that operand)."""
 
 
+def is_attention(op: Any) -> bool:
+    """Whether an op is attention, or a step of it in a ring."""
+    return op in ATTENTION or op in RING_STEPS
+
+
 def is_view(op: Any) -> bool:
     """Whether results lie in the memory of an operand; a reshape may copy, which is cheap enough."""
     return bool(getattr(op, "is_view", False)) or op is aten._unsafe_view.default
