@@ -1,8 +1,9 @@
 """Which queries of a rank see which keys of another rank, where the tokens of a row are cut over a ring.
 
-A row of T tokens is cut in equal pieces, one per rank. A *run* is a stretch of a piece: tokens of one document at
+A row of T tokens is cut in equal pieces, one per rank. A *run* is a part of a piece: tokens of one document at
 positions that count up by one. A document has one run on each rank that has a part of it, two where it is cut in
-zigzag. Runs are read once per row on the host, and kept with the tensors as long as these live unchanged.
+zigzag. A *stretch* is runs of one document that follow each other in its order, so that each token sees the ones before
+it. Runs are read once per row on the host, and kept with the tensors as long as these live unchanged.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 @dataclass(frozen=True)
 class Run:
-    """Tokens `begin` to `end` of a piece: of one document, at positions that count up from `first`."""
+    """Tokens `begin` to `end` of a piece: of one document, at positions that count up from `first`. `stretch` numbers
+    the one that it is part of.
+    """
 
     document: int
     first: int
     begin: int
     end: int
+    stretch: int = 0
 
     @property
     def last(self) -> int:
@@ -42,10 +46,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The runs by row of the batch and rank; `numbers` [rows, S] of each rank tell its runs apart."""
+    """The runs by row of the batch and rank; `stretches` and `numbers` [rows, S] of each rank tell its stretches apart
+    and its runs.
+    """
 
     versions: tuple[int, ...]
+    positions: Tensor | None
     runs: tuple[tuple[tuple[Run, ...], ...], ...]
+    stretches: tuple[Tensor, ...]
     numbers: tuple[Tensor, ...]
 
 
@@ -57,33 +65,35 @@ def pieces_of(ids: Tensor, positions: Tensor | None, degree: int) -> Pieces:
     tensors = (ids,) if positions is None else (ids, positions)
     if any(x.is_inference() for x in tensors):  # counts no writes
         return _read(ids, positions, degree, ())
-    versions = (degree, *(x._version for x in tensors), *(id(x) for x in tensors[1:]))
+    versions = (degree, *(x._version for x in tensors))
     known = _KNOWN.get(ids)
-    if known is None or known.versions != versions:
+    if known is None or known.versions != versions or known.positions is not positions:
         known = _read(ids, positions, degree, versions)
         _KNOWN[ids] = known
     return known
 
 
 def _read(ids: Tensor, positions: Tensor | None, degree: int, versions: tuple[int, ...]) -> Pieces:
-    places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids) if positions is None else positions
-    size = ids.shape[1] // degree
-    begins = torch.ones_like(ids, dtype=torch.bool)
-    begins[:, 1:] = (ids[:, 1:] != ids[:, :-1]) | (places[:, 1:] != places[:, :-1] + 1)
-    if size:
-        begins[:, ::size] = True
+    places = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
+    places, size = places.expand_as(ids), max(1, ids.shape[1] // degree)
+    stretches, begins = (torch.ones_like(ids, dtype=torch.bool) for _ in range(2))
+    other = ids[:, 1:] != ids[:, :-1]
+    stretches[:, 1:] = other | (places[:, 1:] <= places[:, :-1])
+    begins[:, 1:] = other | (places[:, 1:] != places[:, :-1] + 1)
+    stretches[:, ::size] = begins[:, ::size] = True
+    counted = stretches.cumsum(1)
     found = []
     for row in range(ids.shape[0]):
         at = begins[row].nonzero().squeeze(1)
-        starts, documents, firsts = torch.stack([at, ids[row, at], places[row, at]]).tolist()
+        starts, *told = torch.stack([at, ids[row, at], places[row, at], counted[row, at]]).tolist()
         ends = [*starts[1:], ids.shape[1]]
         ranks: list[list[Run]] = [[] for _ in range(degree)]
-        for start, end, document, first in zip(starts, ends, documents, firsts, strict=True):
+        for start, end, document, first, stretch in zip(starts, ends, *told, strict=True):
             rank = start // size
-            ranks[rank].append(Run(document, first, start - rank * size, end - rank * size))
+            ranks[rank].append(Run(document, first, start - rank * size, end - rank * size, stretch))
         found.append(tuple(map(tuple, ranks)))
-    numbers = begins.cumsum(1).split(max(1, size), 1)
-    return Pieces(versions, tuple(found), tuple(x.contiguous() for x in numbers))
+    numbers = ([x.contiguous() for x in all_.split(size, 1)] for all_ in (counted, begins.cumsum(1)))
+    return Pieces(versions, positions, tuple(found), *map(tuple, numbers))
 
 
 def whole(tokens: int, degree: int) -> tuple[tuple[Run, ...], ...]:
@@ -93,7 +103,8 @@ def whole(tokens: int, degree: int) -> tuple[tuple[Run, ...], ...]:
 
 
 def pairs(queries: tuple[Run, ...], keys: tuple[Run, ...], causal: bool, window: int, *, same: bool) -> Iterator[Pair]:
-    """What the runs of one rank see of those of another; `same`: of its own, but for what a run sees of itself.
+    """What the runs of one rank see of those of another. `same`: of its own, but for what stretches see of themselves,
+    with a window runs.
 
     Neighbouring keys that are seen alike are one pair, and so are neighbouring queries, as kernels like large ones.
     """
@@ -104,7 +115,8 @@ def pairs(queries: tuple[Run, ...], keys: tuple[Run, ...], causal: bool, window:
     for query in queries:
         found: list[Pair] = []
         for key in by_document.get(query.document, ()):
-            if (same and key == query) or not _sees(query, key, causal, window):
+            inside = same and (key == query if window else key.stretch == query.stretch)
+            if inside or not _sees(query, key, causal, window):
                 continue
             offset = None if _is_within(query, key, window) else query.first - key.first
             pair = Pair((query.begin, query.end), (key.begin, key.end), offset)

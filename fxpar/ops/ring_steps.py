@@ -78,10 +78,11 @@ class _Step:
 
     @property
     def own(self) -> MaskRule:
-        """The rule inside of the runs of the rank."""
+        """The rule inside of the stretches of the rank. A window counts places, which a stretch leaves out."""
         if self.pieces is None:
             return self.rule
-        return replace(self.rule, ids=self.pieces.numbers[self.place[0]])
+        apart = self.pieces.numbers if self.rule.window else self.pieces.stretches
+        return replace(self.rule, ids=apart[self.place[0]])
 
     def others(self) -> Iterator[tuple[slice, Pair, MaskRule]]:
         """Rows of the batch, a pair of ranges, and the rule between them."""
