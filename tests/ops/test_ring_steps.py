@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fxpar.batching.ring_order import ring_order
+from fxpar.errors import OpInputError
 from fxpar.ops.ring_pairs import Run, pairs
 
 own = torch.ops.fxpar
@@ -143,3 +145,33 @@ def test_low_precision_rounds_once() -> None:
     one, _ = own.attention(*low[:3], None, None, True, 0, E**-0.5, 0.0)
     assert found.dtype == torch.bfloat16
     assert (found - exact).abs().max() <= 1.5 * (one - exact).abs().max()
+
+
+@pytest.mark.parametrize(("lengths", "degree"), [([1], 2), ([5000], 8), ([2999, 1, 2000], 3), ([700] * 3, 5)])
+def test_rows_as_the_runtime_orders_them(lengths: list[int], degree: int) -> None:
+    """Long documents in zigzag, short ones whole, padding wherever there is room."""
+    missing = -sum(lengths) % degree
+    lengths = [*lengths, missing] if missing else lengths
+    inputs = made(1, 2, 1, sum(lengths), 11)
+    order = torch.tensor(ring_order(lengths, degree))
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None, order]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None, order]
+    found = in_ring(tuple(x[:, :, order] for x in inputs), degree, ids, positions, (True, 0, E**-0.5, 0.0))
+    for one, other in zip(found, expected(inputs, lengths, True), strict=True):
+        torch.testing.assert_close(one[:, :, order.argsort()], other, rtol=0, atol=1e-10)
+
+
+def test_marks_of_another_row() -> None:
+    q, kv = torch.zeros(1, 1, 4, E), torch.zeros(1, 4, 1, 2 * E)
+    with pytest.raises(OpInputError, match=r"document_ids \(1, 4\) are not those of 8 tokens"):
+        own.attention_block(q, kv, None, None, torch.zeros(1, 4, dtype=torch.int64), None, 0, 0, 2, True, 0, 1.0, 0.0)
+
+
+def test_marks_are_read_again_when_they_change() -> None:
+    inputs, rule = made(1, 1, 1, 8, 2), (True, 0, E**-0.5, 0.0)
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    in_ring(inputs, 2, ids, None, rule)
+    ids[0, 3:] = 1
+    found = in_ring(inputs, 2, ids, None, rule)
+    for one, other in zip(found, expected(inputs, [3, 5], True), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)

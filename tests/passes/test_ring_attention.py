@@ -7,15 +7,18 @@ import itertools
 
 import pytest
 import torch
-from torch import fx
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 
+from fxpar import losses
+from fxpar.checking import check
 from fxpar.errors import RingOfBinsError, VerifyError
 from fxpar.ir.exec_graph import ExecGraph, collective_kind
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import default_passes, lower
 from fxpar.ops.traits import ATTENTION
 from fxpar.passes.pack_documents import pack_documents
-from tests.captured import Captured, llama
+from tests.captured import Captured, llama, take, tokens
 
 own, wait = torch.ops.fxpar, torch.ops._c10d_functional.wait_tensor.default
 
@@ -96,6 +99,58 @@ def test_gradients_are_those_of_one_device(few_heads: Captured, strategy: str) -
     assert result.ok, result
 
 
-def test_tied_steps_are_of_the_module() -> None:
+class Attends(nn.Module):
+    """A layer of attention of another kind, between an embedding and a head."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.embedding, self.qkv, self.head = nn.Embedding(31, 16), nn.Linear(16, 48), nn.Linear(16, 31)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        q, k, v = (y.unflatten(-1, (4, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        places = position_ids[0]
+        if self.kind == "alibi":
+            apart = (places[None, :] - places[:, None]).to(x.dtype)
+            slopes = 0.5 ** torch.arange(1, 5, dtype=x.dtype)
+            mask = torch.where(apart > 0, float("-inf"), apart * slopes[:, None, None])[None]
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=self.kind != "both sides")
+        y = y.transpose(1, 2).flatten(2)
+        if self.kind == "counted":
+            y = y + torch.ones_like(input_ids).cumsum(1)[..., None].to(x.dtype) / 100
+        return self.head(x + y)
+
+
+@functools.cache
+def attends(kind: str) -> Captured:
+    return take(Attends(kind), losses.causal_lm, tokens(31, 12, 7, 21, rows=1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "travels", "why"),
+    [
+        ("alibi", False, "some attention is not over the ring"),
+        ("both sides", True, ""),
+        ("counted", True, "goes by the places of tokens in the row"),
+        ("causal", True, ""),
+    ],
+)
+def test_attention_of_every_kind(kind: str, travels: bool, why: str) -> None:
+    """Keys travel where no mask says who sees whom; tokens stay in order where an op goes by their places."""
+    captured = attends(kind)
+    packed = pack_documents(captured.graph)
+    found = lower(packed, "ring3")
+    assert ("shift" in found.collectives()) == travels
+    assert (found.spread == 1) == bool(why)
+    assert not why or why in found.notes[-1]
+    (result,) = check(captured.graph, ["ring3"], captured.params, captured.buffers, captured.batches)
+    assert (result.ok, result.documents) == (True, "in rows"), result
+
+
+def test_steps_are_of_their_module() -> None:
     nodes: list[fx.Node] = [n for n in program("ring4").body.graph.nodes if collective_kind(n) == "shift"]
     assert {n.meta["fqn"] for n in nodes} == {"layers.0.attention"}
