@@ -19,7 +19,7 @@ are those of one call but for rounding.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -32,7 +32,6 @@ from fxpar.ir.node_meta import dist_of, local_meta, local_tensor, tensor_of
 from fxpar.ir.pass_base import Tier
 from fxpar.ops.attention_cpu import compute_dtype
 from fxpar.ops.traits import ATTENTION
-from fxpar.passes.reshard_to_collectives import steps
 from fxpar.rules.view import documents_read, ring_of
 
 aten, own = torch.ops.aten, torch.ops.fxpar
@@ -66,14 +65,16 @@ def _whole(graph: AnnotatedGraph, node: fx.Node) -> fx.Node:
     lies = dist_of(node)
     if not any(lies.dims):
         return node
-    whole = DistConfig.replicated(lies.mesh, lies.ndim, lies.dtype)
+    dist = DistConfig.replicated(lies.mesh, lies.ndim, lies.dtype)
     readers = list(node.users)
     first = next(n for n in graph.graph.nodes if n.op != "placeholder")
     value, meta = node, tensor_of(node)
-    node.meta.update(dist=whole, dist_in=(), local=meta)
+    node.meta.update(dist=dist, dist_in=(), local=meta)
     with graph.graph.inserting_before(first):
-        for op, args, dist in steps(whole, lies, meta.shape):
-            value = graph.graph.call_function(op, (value, *args))  # type: ignore[arg-type]
+        for dim, entry in ((d, e) for d, entries in enumerate(lies.dims) for e in entries):
+            value = graph.graph.call_function(c.shard, (value, entry.axis, dim, entry.sections))
+            dims = [(*have, entry) if d == dim else have for d, have in enumerate(dist.dims)]
+            dist = replace(dist, dims=tuple(dims))
             local = TensorMeta(dist.local_shape(meta.shape), meta.dtype)
             value.meta.update(tensor=meta, dist=dist, local=local, fqn="", source=None, backward=False, phase="body")
     for reader in readers:
