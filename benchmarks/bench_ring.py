@@ -12,6 +12,7 @@ ring4: at most 1.05.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -19,12 +20,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from turns import accept
 
 from fxpar.batching import MicroBatch
+from fxpar.batching.ring_order import Piece, ring_layout
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.lowering import lower
 from fxpar.models import load
@@ -107,6 +110,41 @@ def measure(
     return cpu_ms, norms
 
 
+def loads(pieces: Sequence[Sequence[Piece]]) -> float:
+    """Causal attention of the slowest rank against the mean."""
+    found = [sum(piece.seen for piece in mine) for mine in pieces]
+    return max(found) * len(found) / sum(found)
+
+
+def as_they_are(lengths: Sequence[int], degree: int) -> list[list[Piece]]:
+    """A row in its order, in equal pieces."""
+    share, begin, found = sum(lengths) // degree, 0, [[] for _ in range(degree)]
+    for i, length in enumerate(lengths):
+        cuts = [0, *range(share - begin % share, length, share), length]
+        for low, high in itertools.pairwise(cuts if length else ()):
+            found[(begin + low) // share].append(Piece(i, low, high))
+        begin += length
+    return found
+
+
+def balance(lengths: Sequence[int], most: int, count: int = 200) -> dict[str, tuple[float, float]]:
+    """Print, for rows of up to `most` tokens of sequences of these lengths, how much more the slowest rank has to do
+    than the mean: at most, as the runtime orders tokens, and in the order of the row.
+    """
+    rows: list[list[int]] = [[]]
+    for length in (n for n in lengths if n <= most):
+        if sum(rows[-1]) + length > most:
+            rows.append([])
+        rows[-1].append(length)
+    found = {}
+    for degree in (2, 4, 8, 16):
+        padded = [[*row, -sum(row) % degree] for row in rows[:count]]
+        worst = [max(loads(layout(row, degree)) for row in padded) for layout in (ring_layout, as_they_are)]
+        found[f"ring{degree}"] = (worst[0], worst[1])
+        print(f"ring{degree:<4} at most {worst[0]:.3f} of the mean, in order {worst[1]:.2f}   ({most} tokens per row)")
+    return found
+
+
 def report(cpu_ms: Mapping[str, list[float]], norms: Mapping[str, float], tokens: int) -> dict:
     """Print a line per strategy. Raises SystemExit if one has other gradients than cp4."""
     found: dict = {"cpu_ms": dict(cpu_ms), "ratio": {}, "tokens": tokens, "load1": os.getloadavg()[0]}
@@ -127,10 +165,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--kv-heads", type=int, default=4, help="of 16 query heads: what travels")
     parser.add_argument("--steps", type=int, default=1, help="per round and strategy")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--lengths", type=Path, help="an .npz of lengths: only how even rows of up to 64K tokens are")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, one step, to see that it runs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
+    if args.lengths:
+        balance(np.load(args.lengths)["lengths"].tolist(), 65_536)
+        return
     options, tokens, steps, rounds = (TINY, 96, 1, 1) if args.tiny else (OPTIONS, args.tokens, args.steps, args.rounds)
     model = load("llama", options=options if args.tiny else options | {"kv_heads": str(args.kv_heads)}, noise=False)
     programs, rows = programs_of(model, STRATEGIES), documents(tokens)
