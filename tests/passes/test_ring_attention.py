@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, fx, nn
 from fxpar import losses
 from fxpar.checking import check
 from fxpar.errors import RingOfBinsError, VerifyError
+from fxpar.graph_files import load_graph, save_graph
 from fxpar.ir.exec_graph import ExecGraph, collective_kind
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import default_passes, lower
@@ -154,3 +156,11 @@ def test_attention_of_every_kind(kind: str, travels: bool, why: str) -> None:
 def test_steps_are_of_their_module() -> None:
     nodes: list[fx.Node] = [n for n in program("ring4").body.graph.nodes if collective_kind(n) == "shift"]
     assert {n.meta["fqn"] for n in nodes} == {"layers.0.attention"}
+
+
+def test_a_graph_file(tmp_path: Path) -> None:
+    """With the places of ranks as tokens, and the ranks that a row is spread over."""
+    save_graph(tmp_path / "ring.fxpar", program("ring4"))
+    found = load_graph(tmp_path / "ring.fxpar")
+    assert isinstance(found, ExecGraph)
+    assert (found.fingerprint(), found.spread) == (program("ring4").fingerprint(), 4)
