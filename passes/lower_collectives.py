@@ -146,6 +146,11 @@ def _partial(emit: _Emitter, x: fx.Node, axis: str) -> fx.Node:
     return emit.call(layout.keep_on_first, x, f"#{axis}")
 
 
+def _shift(emit: _Emitter, x: fx.Node, axis: str) -> fx.Node:
+    # Nothing stands between the wait and who reads it, so that it can sink.
+    return emit.communicate(layout.shift, axis, _shape(x), _shape(x), x, emit.degree(axis), f"#{axis}")
+
+
 _LOWER: dict[Any, Any] = {
     c.all_reduce: _all_reduce,
     c.all_gather: _all_gather,
@@ -153,4 +158,5 @@ _LOWER: dict[Any, Any] = {
     c.all_to_all: _all_to_all,
     c.shard: _shard,
     c.partial: _partial,
+    c.shift: _shift,
 }

@@ -28,14 +28,24 @@ from torch import fx
 from fxpar.errors import PackingError
 from fxpar.flow import TokenFlow, in_words, token_flow
 from fxpar.ir.copies import copy_graph
-from fxpar.ir.graph import DOCUMENTS, Dim, ForwardGraph, Input, LogicalGraph, Packing, Size, TensorMeta, dim_symbol
+from fxpar.ir.graph import (
+    DOCUMENTS,
+    POSITIONS,
+    Dim,
+    ForwardGraph,
+    Input,
+    LogicalGraph,
+    Packing,
+    Size,
+    TensorMeta,
+    dim_symbol,
+)
 from fxpar.ir.node_meta import is_size, size_of, tensor_of
 from fxpar.torch_api.modules import lazy_module
 
 aten = torch.ops.aten
 own = torch.ops.fxpar
 
-POSITIONS = "document_positions"
 _TOKENS = "T"
 
 
@@ -57,7 +67,12 @@ def pack_documents(logical: LogicalGraph, *, force: bool = False) -> LogicalGrap
     graph.eliminate_dead_code()
     graph.lint()
     dims = tuple(Dim(d.name, d.example) if d is tokens else d for d in logical.dims)
-    packing = Packing(_padding_hazard(logical, flow), tokens.minimum, tokens.maximum)
+    kept = set(graph.nodes)
+    hazards = (
+        _padding_hazard(logical, flow),
+        _order_hazard(logical, flow, {old for old, node in new.items() if node in kept}),
+    )
+    packing = Packing(hazards[0], tokens.minimum, tokens.maximum, hazards[1])
     return replace(logical, gm=lazy_module(logical.gm, graph), inputs=inputs, dims=dims, packing=packing)
 
 
@@ -80,6 +95,16 @@ def _padding_hazard(logical: LogicalGraph, flow: TokenFlow) -> str | None:
         if out.kind == "loss" and found.padded != 0:
             return f"{in_words(replace(found, why='sums up all tokens, padding included'))}"
     return None if flow.unusable is None else in_words(flow.unusable)
+
+
+def _order_hazard(logical: LogicalGraph, flow: TokenFlow, kept: set[fx.Node]) -> str | None:
+    """Why the tokens of a row must lie in their order, if they must. Packing has left these nodes."""
+    for first in (flow.hazard, *flow.ordered):
+        if first is not None and (first.origin is None or first.origin in kept):
+            return in_words(first)
+    sizes = ((info.fqn, size) for info in logical.inputs if info.kind == "batch" for size in info.meta.shape)
+    others = [fqn for fqn, size in sizes if not isinstance(size, int) and size != dim_symbol(_TOKENS)]
+    return f"{others[0]!r} of the batch has another length than the tokens" if others else None
 
 
 @dataclass

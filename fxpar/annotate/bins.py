@@ -4,31 +4,28 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxpar.errors import BinsError
+from fxpar.errors import BinsError, RingOfBinsError
 from fxpar.flow import in_words, token_flow, token_symbol
-from fxpar.ir.collectives import is_collective, reshard
 from fxpar.ir.graph import DOCUMENTS, ForwardGraph, LogicalGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.ops.traits import ATTENTION, is_view
+from fxpar.rules.view import documents_read
 
 
 def reads_bins(node: fx.Node) -> bool:
     """Whether a call of attention is told of documents by the batch itself: no two bins have the same of these, so no
     query sees a key of another bin. Marks that the model computes may be anything.
     """
-    first = 6 if ATTENTION[node.target] else 3  # type: ignore[index]
-    source = node.args[first] if len(node.args) > first else None
-    while isinstance(source, fx.Node) and source.op == "call_function":
-        if not (is_view(source.target) or source.target is reshard or is_collective(source)):
-            return False
-        source = source.args[0]
-    return isinstance(source, fx.Node) and source.meta.get("class", ())[:2] == ("batch", DOCUMENTS)
+    source = documents_read(node)
+    return source is not None and source.meta.get("class", ())[:2] == ("batch", DOCUMENTS)
 
 
 def check_bins(logical: LogicalGraph, strategy: Strategy) -> None:
     """Raise BinsError for a strategy that packs documents in bins, of a model whose rows hold one sequence, or that
-    would see the padding between them. A forward whose loss is outside takes its rows as they are.
+    would see the padding between them, RingOfBinsError for one that cuts documents as well. A forward whose loss is
+    outside takes its rows as they are.
     """
+    if strategy.bins > 1 and strategy.ring > 1:
+        raise RingOfBinsError(str(strategy))
     if strategy.bins == 1 or isinstance(logical, ForwardGraph):
         return
     token = token_symbol(logical)

@@ -125,7 +125,7 @@ def unplaced(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
         raise NotYetError(what, "Cut it into stages: fxpar.lowering.pipeline.lower_pipeline.")
     for axis, degree in strategy.axes:
         if degree > 1 and USES[axis] == "experts":
-            raise NotYetError(f"axis {axis!r} of strategy '{strategy}'", "Use dp, pp, cp, rows and tp.")
+            raise NotYetError(f"axis {axis!r} of strategy '{strategy}'", "Use dp, pp, cp, ring, rows and tp.")
     return AnnotatedGraph(
         copy_graph(logical.gm.graph),
         logical.inputs,

@@ -19,10 +19,11 @@ from fxpar.errors.base import nearest_name
 from fxpar.ir.dist_config import OuterShard, Partial, Placement, R, Replicate, Shard
 from fxpar.ir.graph import AnnotatedGraph, Input, LogicalGraph, TensorMeta
 from fxpar.ir.node_meta import input_kind, is_backward, tensor_metas, tensor_of
-from fxpar.ir.strategy import Strategy, parse_override
+from fxpar.ir.strategy import Strategy
+from fxpar.ir.strategy_text import parse_override
 from fxpar.ops.traits import ATTENTION, is_product, is_view
 from fxpar.rules.option import Option
-from fxpar.rules.own_ops import attention_by_tokens, attention_options, narrow_attention
+from fxpar.rules.own_ops import attention_by_tokens, attention_in_ring, attention_options, narrow_attention
 from fxpar.rules.table import own, passing
 
 # A product or a weight that is not cut costs this many times its bytes: cutting the work is what the axis is for, so it
@@ -225,6 +226,19 @@ class RowsAxis(ContextAxis):
         return super().extra(problem, entry)
 
 
+@dataclass(frozen=True)
+class RingAxis(ContextAxis):
+    """ring: as cp, but attention keeps its tokens cut, and keys and values travel. Where a mask says who sees whom, it
+    is as cp.
+    """
+
+    def extra(self, problem: AxisProblem, entry: OpClass) -> list[Option]:
+        in_ring = attention_in_ring(entry.view) if entry.view.target in ATTENTION else None
+        if in_ring is not None and all(kind is True for kind in cut_kinds(problem, entry, in_ring)):
+            return [in_ring]
+        return super().extra(problem, entry)
+
+
 def grad_cost(nbytes: int, placement: Placement, degree: int) -> float:
     """A gradient that stays partial is reduced later, together with others: no launch of its own."""
     if isinstance(placement, Partial):
@@ -260,6 +274,7 @@ def _check_dim(pattern: str, placement: Placement, info: Input) -> None:
 __all__ = [
     "ContextAxis",
     "ModelAxis",
+    "RingAxis",
     "RowsAxis",
     "TensorAxis",
     "boundary_placement",

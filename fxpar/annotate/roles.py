@@ -1,8 +1,8 @@
-"""Roles by name: what a strategy uses its tp, cp or rows axis for. `tp`, `cp` and `rows` are fxpar's.
+"""Roles by name: what a strategy uses its tp, cp, ring or rows axis for. `tp`, `cp`, `ring` and `rows` are fxpar's.
 
 Other packages add roles through the entry-point group `fxpar.roles`; a strategy names them, `tp4+role(tp=my_role)`. A
 role is a class of policies: one that derives from `TensorAxis` is for tp, one that derives from `ContextAxis` for cp,
-one that derives from `RowsAxis` for rows.
+one that derives from `RingAxis` for ring, one that derives from `RowsAxis` for rows.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import sympy
 
 from fxpar.annotate.narrow import narrow_classes
-from fxpar.annotate.policy import ContextAxis, RowsAxis, TensorAxis
+from fxpar.annotate.policy import ContextAxis, RingAxis, RowsAxis, TensorAxis
 from fxpar.annotate.problem import AxisProblem, OpClass
 from fxpar.errors import RoleContractError, UnknownRoleError
-from fxpar.ir.axes import BINS
+from fxpar.ir.axes import BINS, RING
 from fxpar.ir.dist_config import OuterShard, Partial, Placement, Replicate, Shard
 from fxpar.ir.registry import Registry
 from fxpar.ir.strategy import Strategy
@@ -24,7 +24,7 @@ from fxpar.rules.option import Option, OpView
 
 Role = TensorAxis | ContextAxis
 # What an axis is used for unless the strategy names another role, and what such another role derives from.
-BASES: dict[str, type[Role]] = {"tp": TensorAxis, "cp": ContextAxis, BINS: RowsAxis}
+BASES: dict[str, type[Role]] = {"tp": TensorAxis, "cp": ContextAxis, RING: RingAxis, BINS: RowsAxis}
 BUILTIN = {axis: f"{base.__module__}:{base.__name__}" for axis, base in BASES.items()}
 ROLES = Registry("role", "fxpar.roles", BUILTIN, UnknownRoleError)
 

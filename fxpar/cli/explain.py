@@ -41,7 +41,7 @@ from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.passes.pack_documents import packed_if_proved
 
-_COLLECTIVE = re.compile(r"%?(?:\w+\.)?(?:all_reduce|all_gather|reduce_scatter|all_to_all)_\d+")
+_COLLECTIVE = re.compile(r"%?(?:\w+\.)?(?:all_reduce|all_gather|reduce_scatter|all_to_all|shift)_\d+")
 NO_LOGICAL = "the file holds no logical graph, so alternatives and prices cannot be computed"
 
 

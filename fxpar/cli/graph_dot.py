@@ -17,6 +17,7 @@ COLOURS = {
     "reduce_scatter": "#f0b27a",
     "all_reduce": "#e6a0a0",
     "all_to_all": "#b9a3d6",
+    "shift": "#9fcf9f",
 }
 
 

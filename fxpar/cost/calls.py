@@ -33,11 +33,13 @@ from fxpar.ir.handover import Handover
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.node_meta import comm_of, fqn_of, is_backward, local_meta, wanted_dists
 from fxpar.ir.pipeline_graph import PipelineGraph
-from fxpar.ops.traits import ADDED_PRODUCTS, ATTENTION, HOST_COPIES, SWEEPS
+from fxpar.ops.traits import ADDED_PRODUCTS, ATTENTION, HOST_COPIES, SWEEPS, is_attention
 
 NOMINAL_TOKENS = 4096  # of a micro-batch, where something depends on the length that is not known yet
 PER_MICRO_BATCH = ("body", "forward", "backward")  # parts of a program
-Kind = Literal["product", "attention", "memory", "host", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+Kind = Literal[
+    "product", "attention", "memory", "host", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"
+]
 _NOTHING = Polynomial()
 COMPUTE = ("product", "attention", "memory", "host")
 
@@ -81,7 +83,7 @@ def busy_s(node: fx.Node, shape: SizesOf, cluster: ClusterSpec) -> Fraction:
     work, device = flops(node, shape), cluster.sustained
     if work:
         dtype = _dtype(node)
-        return work / (device.attention_flops_per_s(dtype) if node.target in ATTENTION else device.flops_per_s(dtype))
+        return work / (device.attention_flops_per_s(dtype) if is_attention(node.target) else device.flops_per_s(dtype))
     return touched_bytes(node, shape) / device.bytes_per_s
 
 
@@ -156,7 +158,7 @@ class _Walk:
     def _called(self, node: fx.Node) -> tuple[Kind, tuple[Polynomial, ...]]:
         """The kind of a kernel; its seconds, bytes and operations."""
         counts = tuple(flops(node, sizes) for sizes in self._samples)
-        kind: Kind = "memory" if not any(counts) else "attention" if node.target in ATTENTION else "product"
+        kind: Kind = "memory" if not any(counts) else "attention" if is_attention(node.target) else "product"
         kind = "host" if node.target in HOST_COPIES else kind
         if kind == "attention" and (block := self.cluster.sustained.attention_block_of(_dtype(node))):
             counts = tuple(flops(node, sizes, block) for sizes in self._samples)

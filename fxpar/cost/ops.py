@@ -27,9 +27,11 @@ from fxpar.ops.traits import (
     CONVOLUTIONS,
     MATRIX_PRODUCTS,
     READS_ROWS,
+    RING_STEPS,
     Flops,
     ask,
     declared,
+    is_attention,
     is_view,
 )
 
@@ -65,11 +67,12 @@ def flops(node: fx.Node, shape: SizesOf, block: float = 0) -> Fraction | int:
 
     Attention over one document is 4 * B * H * Sq * Skv * E forward, half of that if causal, and 2.5 times that backward
     (Dao, "FlashAttention-2", section 4.1). A window counts in full: documents that are shorter than it cost less. With
-    kernels that take `block` keys at once, a query computes with half a block of keys more that it does not see.
+    kernels that take `block` keys at once, a query computes with half a block of keys more that it does not see. A step
+    in a ring is that over its own queries and keys: of causal ones half are seen, in the mean over all steps.
 
     Raises CostModelError for a declared count that is negative or not finite, OpContractError for what is no number.
     """
-    if node.target in ATTENTION:
+    if is_attention(node.target):
         return _attention(node, shape, block)
     if node.target in MATRIX_PRODUCTS or node.target in ADDED_PRODUCTS:
         first = shape(_meta(node.args[int(node.target in ADDED_PRODUCTS)]))
@@ -82,20 +85,26 @@ def flops(node: fx.Node, shape: SizesOf, block: float = 0) -> Fraction | int:
 
 def is_plain(target: Any) -> bool:
     """Whether `flops` of a call follow from the shapes of its result and of its first two tensors alone."""
-    return target not in ATTENTION and target not in CONVOLUTIONS and declared(target).flops is None
+    return not is_attention(target) and target not in CONVOLUTIONS and declared(target).flops is None
 
 
 def _attention(node: fx.Node, shape: SizesOf, block: float) -> Fraction:
     args: Any = node.args
-    first = ATTENTION[node.target]  # type: ignore[index]
-    q, k, v = (shape(_meta(operand)) for operand in args[first : first + 3])
     causal, window = args[-4:-2]
-    if window:
-        keys = Fraction(window if causal else 2 * window)
+    if node.target in RING_STEPS:
+        first = RING_STEPS[node.target]  # type: ignore[index]
+        q, (_, tokens, _, width) = (shape(_meta(operand)) for operand in args[first : first + 2])
+        widths, steps = width, args[-5]
     else:
-        keys = Fraction(k[2], 2 if causal else 1)
+        first = ATTENTION[node.target]  # type: ignore[index]
+        q, (_, _, tokens, _), v = (shape(_meta(operand)) for operand in args[first : first + 3])
+        widths, steps = q[3] + v[3], 1
+    if window:
+        keys = Fraction(window if causal else 2 * window, steps)
+    else:
+        keys = Fraction(tokens, 2 if causal else 1)
     keys += Fraction(block) / 2
-    forward = 2 * math.prod(q[:3]) * keys * (q[3] + v[3])
+    forward = 2 * math.prod(q[:3]) * keys * widths
     return forward * _BACKWARD_FACTOR if first else forward
 
 

@@ -61,6 +61,16 @@ class BinsError(FxparError):
         )
 
 
+class RingOfBinsError(FxparError):
+    """A strategy cuts documents over a ring, and packs them in bins that none crosses."""
+
+    def __init__(self, strategy: str) -> None:
+        super().__init__(
+            f"strategy {strategy!r}: ring cuts documents, and no document crosses a bin of rows. Use ring in place of "
+            "rows, or rows in place of ring."
+        )
+
+
 class WorldSizeError(FxparError):
     """The degrees of a strategy do not multiply to the number of ranks. `by_block` are the ranks of each of its stages
     or teams (`blocks`), where these have a strategy of their own.

@@ -9,7 +9,7 @@ from fxpar.explain.document import Document, decided_by, noted
 from fxpar.explain.rules import rules_document
 from fxpar.explain.traffic import SENDS, CollectiveTraffic, by_module
 from fxpar.graph_diff.digest import BETWEEN_STAGES
-from fxpar.ir.axes import STAGES, USES
+from fxpar.ir.axes import RING, STAGES, USES
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.fqn import starred
@@ -164,6 +164,8 @@ def _does(strategy: Strategy, axis: str, params: Sequence[Document]) -> str:
             return f"splits the model into {strategy.stages} stages{each}, run with schedule {plan.schedule}"
         case "tokens" if axis in strategy.bin_axes:
             return f"shards the tokens of a micro-batch, packed in {strategy.bins} bins that no document crosses{zero}"
+        case "tokens" if axis == RING:
+            return f"shards the tokens of a micro-batch, in attention too: keys and values go around{zero}"
         case "tokens":
             return f"shards the tokens of a micro-batch; attention is sharded by heads where they divide evenly{zero}"
         case _:

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import OpContractError
-from fxpar.flow import numbers, pairs, unusable
+from fxpar.flow import numbers, pairs, statements, unusable
 from fxpar.flow.call import FlowCall, Question, Site
 from fxpar.flow.statements import LINEAR, MOVES, NUMBERED, POSITION_KEYS, SIZES, STATEMENTS, UNREAD, Flows
 from fxpar.flow.value import CONSTANT, Flow, row
@@ -68,6 +68,7 @@ class TokenFlow:
     sites: Mapping[fx.Node, Site]
     hazard: Flow | None  # the first result of the graph that is of the row
     unusable: Flow | None  # the first op that cannot use padding, under the question of documents
+    ordered: tuple[Flow, ...]  # ops, besides attention, for which tokens must lie in their order
 
 
 def token_flow(logical: LogicalGraph, token: sympy.Symbol, question: Question) -> TokenFlow:
@@ -78,8 +79,8 @@ def token_flow(logical: LogicalGraph, token: sympy.Symbol, question: Question) -
     if logical.own_backward is not None:
         hazard = hazard or Flow("row", why=f"{logical.own_backward} may mix tokens")
     if question == "padding":
-        return TokenFlow(question, walk.flows, walk.sites, hazard or walk.unusable, None)
-    return TokenFlow(question, walk.flows, walk.sites, hazard, walk.unusable)
+        return TokenFlow(question, walk.flows, walk.sites, hazard or walk.unusable, None, tuple(walk.ordered))
+    return TokenFlow(question, walk.flows, walk.sites, hazard, walk.unusable, tuple(walk.ordered))
 
 
 def padding_of(key: str, dtype: torch.dtype) -> int | None:
@@ -109,6 +110,7 @@ class _Walk:
     flows: dict[fx.Node, Flows] = field(default_factory=dict)
     sites: dict[fx.Node, Site] = field(default_factory=dict)
     unusable: Flow | None = None
+    ordered: list[Flow] = field(default_factory=list)
 
     def run(self) -> None:
         self.sizes = Sizes([d.symbol for d in self.logical.dims], DEGREE, self.token, others=OTHER_DIM)
@@ -194,6 +196,8 @@ class _Walk:
             return row(node, "computes with the number of tokens")
         said = self._declared(call)
         if said is not None:
+            if declared(node.target).flow is not statements.per_token:
+                self.ordered.append(row(node, "is not known to take tokens in any order"))
             return said
         if any(f.kind == "number" for f in flows) and node.target not in NUMBERED:
             return row(node, "uses the numbers of documents")
@@ -203,6 +207,8 @@ class _Walk:
         statement = STATEMENTS.get(node.target)
         found = statement(call) if statement else None
         if found is not None:
+            if node.target in statements.ORDERED:
+                self.ordered.append(row(node, "goes by the places of tokens in the row"))
             return found
         tokens = any(self._depends(size) for meta in metas for size in meta.shape)
         if all(f.constant for f in flows) and not tokens:

@@ -227,6 +227,11 @@ STATEMENTS: dict[Any, Statement] = {
 }
 """Op -> what is known of it."""
 
+ORDERED = {op for op, statement in STATEMENTS.items() if statement in (running, triangle)}
+"""Of these, ops that make something else of tokens in another order. Positions, and rows of a table by position, come
+from the batch in a packed graph.
+"""
+
 # Argument positions that may be sizes: these ops do nothing else with them.
 SIZES: dict[Any, tuple[int, ...]] = {op: (position,) for op, position in traits.SIZES.items()}
 SIZES |= {

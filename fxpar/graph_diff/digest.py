@@ -35,6 +35,7 @@ _STEPS: dict[Any, str] = {
     collectives.all_gather: "all_gather",
     collectives.reduce_scatter: "reduce_scatter",
     collectives.all_to_all: "all_to_all",
+    collectives.shift: "shift",
 }
 Dims = dict[sympy.Symbol, int]
 

@@ -47,6 +47,7 @@ _ARITHMETIC = (
 )
 _OF_PASSES = (
     *(layout.pack, layout.unpack, layout.take, layout.lower, layout.lift, layout.fuse, layout.unfuse),
+    layout.shift,
     *(layout.zero_padding, layout.keep_on_first),
     *(markers.vary, collectives.reshard, *collectives.COLLECTIVES),
 )
@@ -246,6 +247,8 @@ def _fits(value: Any, kind: str, argument: Argument) -> bool:
         return value in _TEXTS.get(argument.name, ())
     if kind == "Any":  # the process group of a collective: a mesh axis, never a group of this process
         return isinstance(value, str) and value[:1] == "@" and _AXIS.fullmatch(value) is not None
+    if kind == "int" and argument.name == "rank" and isinstance(value, str):  # the rank's place on an axis
+        return value[:1] == "#" and _AXIS.fullmatch(value) is not None
     wanted = _KINDS.get(kind)
     return wanted is not None and type(value) in wanted
 

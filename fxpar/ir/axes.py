@@ -11,6 +11,7 @@ USES: dict[str, Use] = {
     "dp": "replicas",
     "pp": "stages",
     "cp": "tokens",
+    "ring": "tokens",
     "tp": "weights",
     "rows": "tokens",
     "ep": "experts",
@@ -18,8 +19,9 @@ USES: dict[str, Use] = {
 AXES = tuple(USES)
 REPLICAS, STAGES = "dp", "pp"
 RANKS = "ranks"  # the one axis of a mesh that is no grid: of pipeline stages with meshes of their own
-ROLE_AXES = ("tp", "cp", "rows")  # inside of a replica, in the order in which placements are searched
+ROLE_AXES = ("tp", "cp", "ring", "rows")  # inside of a replica, in the order in which placements are searched
 BINS = "rows"  # the axis that cuts tokens between documents: a replica packs a bin for each of its coordinates
+RING = "ring"  # the axis that cuts tokens in attention too, along which keys and values travel
 
 
 def whole_axis(name: str) -> str:

@@ -55,7 +55,12 @@ def partial(x: Tensor, axis: str) -> Tensor:
     _not_lowered("partial")
 
 
-COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all, shard, partial)
+def shift(x: Tensor, axis: str) -> Tensor:
+    """x of the rank before on the axis, the last one's on the first. Between local tensors: no placement says it."""
+    _not_lowered("shift")
+
+
+COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all, shard, partial, shift)
 
 
 def is_collective(node: fx.Node) -> bool:

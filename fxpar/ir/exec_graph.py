@@ -29,7 +29,7 @@ from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import CallStructure, Dim, Input, Output, TensorMeta, bins_of, run_dims
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.node_meta import comm_of, fqn_of, fused_count, is_backward
-from fxpar.ir.serialize import OpOverload, graph_from_data, graph_to_data
+from fxpar.ir.serialize import OpOverload, graph_from_data, graph_to_data, target_name
 from fxpar.ir.strategy import Strategy
 
 Source = tuple[Literal["input", "prologue", "body", "forward", "backward", "input_part"], int]
@@ -116,6 +116,7 @@ class Communication:
         nbytes = self.sent.numel(dims) * self.sent.dtype.itemsize
         share = (degree - 1) / degree
         factor = {"all_reduce": 2 * share, "all_gather": degree - 1.0, "reduce_scatter": share, "all_to_all": share}
+        factor["shift"] = 1.0
         return nbytes * factor[self.kind]
 
 
@@ -126,11 +127,19 @@ _KINDS = {
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
+_FUNCTIONS = {"fxpar.ops.layout:shift": "shift"}
 
 
 def collective_kind(node: fx.Node) -> str | None:
-    """Kind of a `_c10d_functional` collective node; None for any other node."""
-    return _kind_of(node.target) if isinstance(node.target, OpOverload) else None
+    """Kind of a collective that is a call of a process group; None for any other node."""
+    if isinstance(node.target, OpOverload):
+        return _kind_of(node.target)
+    return _kind_of_function(node.target) if node.op == "call_function" else None
+
+
+@functools.cache
+def _kind_of_function(function: Any) -> str | None:
+    return _FUNCTIONS.get(target_name(function))
 
 
 @functools.cache  # as passes ask for every node; of ops alone, as a method would keep what it is bound to
@@ -153,6 +162,7 @@ class Program(ABC):
     name: str = "model"
     constants: dict[str, Tensor] = field(default_factory=dict)
     padding_hazard: str | None = None  # why a batch must not be padded, if it must not
+    spread: int = 1  # over how many ranks of a ring the tokens of a row are spread evenly; 1: they stay in their order
     notes: tuple[str, ...] = ()
     timings: dict[str, float] = field(default_factory=dict)
     passes: tuple[dict[str, Any], ...] = ()
@@ -226,7 +236,7 @@ class Program(ABC):
         for name, value in sorted(self.constants.items()):
             digest.update(f"{name} {content(value).tolist()} {tuple(value.shape)} {value.dtype}\n".encode())
         for program in self.placed:
-            digest.update(f"{sorted(program.divisors.items())} {program.padding_hazard}\n".encode())
+            digest.update(f"{sorted(program.divisors.items())} {program.padding_hazard} {program.spread}\n".encode())
             digest.update(f"{program.inputs} {program.outputs} {program.dims}\n".encode())
             for stored in (*program.stored_inputs, *program.stored_outputs):
                 digest.update(f"{stored.meta} {stored.dist} {stored.dist.mesh}\n".encode())

@@ -26,6 +26,7 @@ Size = int | sympy.Expr
 TOKEN_NUMBERS = "token_numbers"
 TOKENS = "T"  # the dim that counts tokens
 DOCUMENTS = "document_ids"  # the key of a batch that marks the documents of a row
+POSITIONS = "document_positions"  # the key of a batch that counts tokens in each document
 COUNT = ":count"  # behind the name of a metric: what it is divided by in the end
 
 InputKind = Literal["param", "buffer", "constant", "batch", "scale", "seed", "tangent", "received", "received_grad"]
@@ -140,11 +141,14 @@ class Packing:
     """What holds of a graph whose rows may be several documents, each of `minimum` to `maximum` tokens.
 
     `padding_hazard` says why a row must not be padded by a document that has no labels; None if it may.
+    `order_hazard` says why tokens must lie in their order; None if the batch alone says where each belongs, but for
+    attention.
     """
 
     padding_hazard: str | None
     minimum: int = 1
     maximum: int | None = None
+    order_hazard: str | None = "nobody has looked"
 
 
 @dataclass(frozen=True)

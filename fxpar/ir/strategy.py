@@ -4,14 +4,14 @@ Grammar: `axes ('+' flag)*` with axes `name degree ('.' name degree)*`, outermos
 
     dp2.tp4+sp+zero1     2 replicas of a 4-way tensor-parallel model, sequence parallel, ZeRO-1
 
-Axes: dp (data), pp (pipeline), cp (context: tokens), rows (tokens, packed so that no document is cut), tp (tensor), ep
-(expert). Flags: sp (Megatron sequence parallel on the tp axis), zero1 | zero2 | zero3 (optimizer state | + gradients |
-+ parameters sharded over dp, cp and rows), remat or remat(...) (recomputation, see `Remat`), offload or offload(0.5)
-(all, or that share, of what the forward saves for the backward goes to the host), chunks(16) (the loss over the
-vocabulary, in as many chunks of tokens). With pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see
-`Pipeline`), cut(layers.3|layers.6) (where stages begin). role(tp=name) (what an axis is used for, where another package
-says so, see `fxpar.annotate.roles`). Rules in brackets at the end say what some modules do otherwise (see
-`fxpar.ir.module_rules`):
+Axes: dp (data), pp (pipeline), cp (context: tokens, heads in attention), ring (tokens, in attention too), rows (tokens,
+packed so that no document is cut), tp (tensor), ep (expert). Flags: sp (Megatron sequence parallel on the tp axis),
+zero1 | zero2 | zero3 (optimizer state | + gradients | + parameters sharded over dp, cp, ring and rows), remat or
+remat(...) (recomputation, see `Remat`), offload or offload(0.5) (all, or that share, of what the forward saves for the
+backward goes to the host), chunks(16) (the loss over the vocabulary, in as many chunks of tokens). With pp: gpipe |
+1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see `Pipeline`), cut(layers.3|layers.6) (where stages begin).
+role(tp=name) (what an axis is used for, where another package says so, see `fxpar.annotate.roles`). Rules in brackets
+at the end say what some modules do otherwise (see `fxpar.ir.module_rules`):
 
     dp2.tp4+sp[*.self_attn: cp4; lm_head: tp4]
 
@@ -30,15 +30,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from fxpar.errors import OverrideError, StrategySyntaxError, WorldSizeError
-from fxpar.ir.axes import BINS, RANKS, REPLICAS, ROLE_AXES, STAGES, USES, data_axes
-from fxpar.ir.dist_config import Placement, R, Shard
+from fxpar.errors import StrategySyntaxError, WorldSizeError
+from fxpar.ir.axes import BINS, RANKS, REPLICAS, RING, ROLE_AXES, STAGES, USES, data_axes
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.module_rules import ModuleRule, atoms, governing, joined, offload_flag
 from fxpar.ir.remat import Remat
@@ -49,13 +47,11 @@ from fxpar.ir.strategy_text import (
     check_roles,
     parse_axes,
     parse_flags,
+    parse_override,
     parse_rules,
     sides_of,
     split_rules,
 )
-
-_OVERRIDE = re.compile(r"\s*(R|S\((\d+)\))\s*(?:@\s*tp)?\s*")
-
 
 _UNSTAGED = Pipeline()
 
@@ -302,6 +298,15 @@ class Strategy:
         layouts = [None, *(i for i, rule in enumerate(self.rules) if rule.axes)]
         return tuple(atom for atom in self.atoms if any(self.axis_in(atom, layout) == BINS for layout in layouts))
 
+    @property
+    def ring(self) -> int:
+        """Over how many ranks keys and values travel, where they do over most; 1 where they stay."""
+        if self.blocks:
+            return max(block.ring for block in self.blocks)
+        layouts = [None, *(i for i, rule in enumerate(self.rules) if rule.axes)]
+        rings = ([a for a in self.atoms if self.axis_in(a, layout) == RING] for layout in layouts)
+        return max(math.prod(map(self.degree, ring)) for ring in rings)
+
     def placing(self) -> Strategy:
         """The same without what saves memory alone: two strategies that are equal so place every value alike."""
         placing = (rule for rule in self.rules if rule.axes)
@@ -388,11 +393,3 @@ def _of_stages(text: str, written: Sequence[str], parts: Sequence[Strategy]) -> 
         raise StrategySyntaxError(text, written[0], "a stage that is written has one place: 1f1b, gpipe or zb_h1")
     stages = (replace(parts[0], pipeline=_UNSTAGED), *parts[1:])
     return Strategy(((STAGES, len(parts)),), pipeline=parts[0].pipeline, by_stage=stages)
-
-
-def parse_override(pattern: str, placement: str) -> Placement:
-    """Placement on the tp axis named by `S(0)@tp`, `S(1)`, `R@tp` ...; raises OverrideError."""
-    match = _OVERRIDE.fullmatch(placement)
-    if not match:
-        raise OverrideError(pattern, f"{placement!r} is not a placement.", " Write 'S(0)@tp', 'S(1)@tp' or 'R@tp'.")
-    return R if match[1] == "R" else Shard(int(match[2]))

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fxpar.errors import StrategySyntaxError, nearest
+from fxpar.errors import OverrideError, StrategySyntaxError, nearest
 from fxpar.ir.axes import AXES, ROLE_AXES
+from fxpar.ir.dist_config import Placement, R, Shard
 from fxpar.ir.module_rules import Axes, ModuleRule, check_glob, split_outside
 from fxpar.ir.remat import REMAT, Remat, parse_remat
 
@@ -24,6 +25,7 @@ _OFFLOAD = re.compile(r"offload(?:\((.*)\))?", re.DOTALL)
 _SHARE = re.compile(r"1|1\.0{1,9}|0?\.[0-9]{1,9}", re.ASCII)
 _CUT = re.compile(r"cut\((.*)\)", re.DOTALL)
 _ROLES = re.compile(r"role\((.*)\)", re.DOTALL)
+_OVERRIDE = re.compile(r"\s*(R|S\((\d+)\))\s*(?:@\s*tp)?\s*")
 _FQN = re.compile(r"\w+(?:\.\w+)*", re.ASCII)
 _ROLE = re.compile(r"(\w+)=(\w+)", re.ASCII)
 
@@ -245,3 +247,11 @@ def check_pipeline(text: str, pipeline: Pipeline, ranks: int) -> None:
     stages = ranks * pipeline.virtual
     if pipeline.cuts and len(pipeline.cuts) != stages - 1:
         raise StrategySyntaxError(text, flags[-1], f"{stages} stages have {stages - 1} cuts, not {len(pipeline.cuts)}")
+
+
+def parse_override(pattern: str, placement: str) -> Placement:
+    """Placement on the tp axis named by `S(0)@tp`, `S(1)`, `R@tp` ...; raises OverrideError."""
+    match = _OVERRIDE.fullmatch(placement)
+    if not match:
+        raise OverrideError(pattern, f"{placement!r} is not a placement.", " Write 'S(0)@tp', 'S(1)@tp' or 'R@tp'.")
+    return R if match[1] == "R" else Shard(int(match[2]))

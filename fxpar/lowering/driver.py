@@ -10,6 +10,7 @@ import inspect
 import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from fxpar.annotate.bins import check_bins
 from fxpar.annotate.module_rules import check_rules
 from fxpar.errors import GivenPassesError, NothingToOffloadError, NotYetError, VerifyError
 from fxpar.flow import padding_hazard
+from fxpar.ir.axes import RING
 from fxpar.ir.exec_graph import ExecGraph, Outline, Part, PlainGraph, Program, cut_part
 from fxpar.ir.graph import AnnotatedGraph, ForwardGraph, LogicalGraph
 from fxpar.ir.node_meta import fqn_of, is_on_host, phase_of
@@ -37,6 +39,7 @@ from fxpar.lowering.ladder import (
 )
 from fxpar.lowering.pipeline import cut, fields_of_blocks, lower_pipeline, strategy_of_stage
 from fxpar.lowering.teams import lower_teams
+from fxpar.ops.traits import ATTENTION, RING_STEPS
 from fxpar.passes.offload import Offload
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.passes.reduce_gradients import ReduceGradients
@@ -93,14 +96,31 @@ def lower(
     if strategy.pipeline_size > 1:
         pipeline = lower_pipeline(logical, strategy, ladder, on_pass, verified)
         _check_moved(pipeline, strategy, ladder)
-        return pipeline
+        return _spread_evenly(logical, pipeline)
     started = time.process_time()
     graph, report = run_passes(logical, strategy, ladder, on_pass, verified=verified)
     result = split_phases(graph)
     _check_moved(result, strategy, ladder)
     result.timings["lower_cpu_s"] = _since(started, result)
     result.passes = report
-    return result
+    return _spread_evenly(logical, result)
+
+
+def _spread_evenly(logical: LogicalGraph, program: TrainGraph) -> TrainGraph:
+    """With tokens spread over the ranks of a ring where they may lie in any order, and all attention is in steps that
+    are told the positions; else with a note of why not.
+    """
+    if program.strategy.ring == 1:
+        return program
+    calls = [node for part in program.parts.values() for node in part.graph.nodes]
+    why = "its rows are one sequence each" if logical.packing is None else logical.packing.order_hazard
+    if any(node.target in ATTENTION for node in calls):
+        why = why or "some attention is not over the ring"
+    if any(node.target in RING_STEPS and node.args[-8] is None for node in calls):
+        why = why or "the model makes the documents itself"
+    if why is None:
+        return replace(program, spread=program.strategy.ring)
+    return replace(program, notes=(*program.notes, f"{RING} leaves the last ranks most of the attention: {why}"))
 
 
 def graphs_after(

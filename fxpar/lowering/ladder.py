@@ -36,6 +36,7 @@ from fxpar.passes.reduce_gradients import ReduceGradients
 from fxpar.passes.rematerialize import Rematerialize
 from fxpar.passes.reshard_to_collectives import ReshardToCollectives
 from fxpar.passes.reuse_buffers import ReuseBuffers
+from fxpar.passes.ring_attention import RingAttention
 from fxpar.passes.sink_waits import SinkWaits
 from fxpar.passes.write_in_place import WriteInPlace
 from fxpar.passes.zero_shard import ZeroShard
@@ -69,6 +70,7 @@ def default_passes(
         MaskPadding(),
         Cleanup(),
         GlobalToLocal(),
+        RingAttention(),
         LowerCollectives(),
         ChunkLoss(),
         Rematerialize(at),

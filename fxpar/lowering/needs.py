@@ -22,6 +22,7 @@ from fxpar.ir.graph import AnnotatedGraph, Output
 from fxpar.ir.markers import vary
 from fxpar.ir.node_meta import comm_of, dist_of, is_on_host, is_size, phase_of, tensor_of
 from fxpar.lowering.verify import misfit, writes
+from fxpar.rules.view import ring_of
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,12 @@ STEPS = Need(
     "reshard_to_collectives",
 )
 LOCAL = Need("local shapes", "these are global", lambda graph: graph.is_local, "global_to_local")
+RINGS = Need(
+    "steps in place of attention over a ring",
+    "some has tokens cut over one",
+    lambda graph: not any(ring_of(node, graph.strategy) for node in _calls(graph)),
+    "ring_attention",
+)
 LOWERED = Need(
     "collectives that are calls of process groups",
     "some are not yet",
@@ -127,7 +134,8 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "mask_padding": (FITS, STEPS, GLOBAL),
     "cleanup": (),
     "global_to_local": (FITS, STEPS, GLOBAL),
-    "lower_collectives": (FITS, STEPS, LOCAL),
+    "ring_attention": (FITS, STEPS, LOCAL),
+    "lower_collectives": (FITS, STEPS, LOCAL, RINGS),
     "chunk_loss": (*_LATE, FUNCTIONAL, UNCHUNKED),
     "rematerialize": (*_LATE, FUNCTIONAL),
     "bucket_collectives": (*_LATE, FUNCTIONAL),
@@ -140,7 +148,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
 }
 """By name; a pass that is not here (another package's) is run as it is."""
 
-END = (*_LATE, MASKED)
+END = (*_LATE, MASKED, RINGS)
 """What a program needs."""
 
 

@@ -15,7 +15,7 @@ from fxpar.annotate.policy import resolve_overrides
 from fxpar.errors import RematGlobError
 from fxpar.flow import padding_hazard
 from fxpar.ir.exec_graph import Program
-from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.graph import DOCUMENTS, POSITIONS, LogicalGraph
 from fxpar.ir.node_meta import fqn_of, is_backward
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
@@ -72,10 +72,25 @@ def cut(logical: LogicalGraph, strategy: Strategy) -> StagedGraph:
     resolve_overrides(logical, strategy)  # a glob may match on one stage only, but must match somewhere
     _check_remat(logical, strategy)
     staged = cut_stages(logical, strategy.stages, cuts=strategy.pipeline.cuts or None)
+    if strategy.ring > 1 and logical.packing is not None:
+        staged.stages = tuple(map(_told_positions, staged.stages))
     for stage, own in zip(staged.stages, strategy.by_stage, strict=False):  # what is said of a stage, holds on it
         check_rules(stage, own, f"stage {stage.index}")
         _check_remat(stage, own)
     return staged
+
+
+def _told_positions(stage: StageGraph) -> StageGraph:
+    """A stage that reads the documents of a packed row is given the positions too: a ring needs both."""
+    given = {info.fqn: i for i, info in enumerate(stage.inputs) if info.kind == "batch"}
+    if DOCUMENTS not in given or POSITIONS in given:
+        return stage
+    at = given[DOCUMENTS]
+    documents, info = stage.placeholders[at], stage.inputs[at]
+    with stage.gm.graph.inserting_after(documents):
+        positions = stage.gm.graph.placeholder(POSITIONS)
+    positions.meta.update(documents.meta)
+    return replace(stage, inputs=(*stage.inputs[: at + 1], replace(info, fqn=POSITIONS), *stage.inputs[at + 1 :]))
 
 
 def _lower_stage(

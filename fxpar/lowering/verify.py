@@ -17,7 +17,7 @@ from fxpar.annotate.bins import reads_bins
 from fxpar.annotate.driver import degrees_product
 from fxpar.annotate.nesting import together
 from fxpar.errors import VerifyError
-from fxpar.ir.axes import BINS
+from fxpar.ir.axes import BINS, RING
 from fxpar.ir.collectives import reshard
 from fxpar.ir.dist_config import DistConfig, OuterShard, R, Shard
 from fxpar.ir.exec_graph import collective_kind
@@ -27,8 +27,8 @@ from fxpar.ir.pass_base import tensor_operands
 from fxpar.ir.serialize import OpOverload
 from fxpar.ir.strategy import Strategy
 from fxpar.ops.traits import ATTENTION
-from fxpar.rules.option import Cut, Option, Seed, replicated
-from fxpar.rules.own_ops import attention_by_tokens, attention_options, narrow_attention
+from fxpar.rules.option import Cut, Option, OpView, Seed, replicated
+from fxpar.rules.own_ops import attention_by_tokens, attention_in_ring, attention_options, narrow_attention
 from fxpar.rules.table import options, passing
 from fxpar.rules.view import Sizes, call_key, is_op, make_view
 from fxpar.torch_api.schemas import schema_of
@@ -164,8 +164,9 @@ def _check_op(
     after: str,
 ) -> None:
     made = dists_of(node)
+    rule = node.meta.get("rule") if node.target in ATTENTION else None
     bins = node.target in ATTENTION and reads_bins(node)
-    key = (node.target, tensor_metas(node), wanted, made, node.meta.get("rule") if bins else None, *call_key(node))
+    key = (node.target, tensor_metas(node), wanted, made, rule, bins, *call_key(node))
     if key in known:
         return
     others: list[tuple[dict[fx.Node, Option], int]] = []
@@ -176,13 +177,20 @@ def _check_op(
             tuple(c.placement(axis) if c is not None else R for c in made),
         )
         view, _ = make_view(node, sizes, others)
-        in_bins = bins and strategy.axis_in(axis, node.meta.get("rule")) == BINS and option == attention_by_tokens(view)
-        if not (in_bins or legal(view, option, strategy.degree(axis))):
+        tokens = _by_tokens(strategy.axis_in(axis, rule), view, bins) if node.target in ATTENTION else None
+        if not (option == tokens or legal(view, option, strategy.degree(axis))):
             raise VerifyError(f"after pass {after!r}: {where(node)} cannot run on axis {axis} as {option}")
         others.append(({node: option}, strategy.degree(axis)))
         chosen[axis] = option
     _check_nesting(node, [*wanted, *filter(None, made)], chosen, strategy, after)
     known.add(key)
+
+
+def _by_tokens(role: str, view: OpView, bins: bool) -> Option | None:
+    """The option with tokens cut that attention has on an axis of this role."""
+    if role == RING:
+        return attention_in_ring(view)
+    return attention_by_tokens(view) if bins and role == BINS else None
 
 
 def _check_nesting(

@@ -102,10 +102,36 @@ def _attention_bytes(node: fx.Node, shape: Sizes, given: Conditions, first: int)
     if mask is not None or softcap or 0 < window < k[2]:
         own_bytes = _block_elements(q, k, v, window, bool(softcap), backward) * wide
     else:
-        own_bytes = _flash_elements(q, k, v, given.threads, backward) * wide
-        if dtype.itemsize != wide:
-            own_bytes += ((3 if backward else 1) * math.prod(q) + (2 if backward else 1) * _both(k, v)) * wide
+        own_bytes = (_flash_elements(q, k, v, given.threads, backward) + _copies(q, k, v, dtype, backward)) * wide
     return own_bytes + pieces * dtype.itemsize
+
+
+def _ring_step(node: fx.Node, shape: Sizes, given: Conditions) -> int:
+    return _ring_bytes(node, shape, given, first=0)
+
+
+def _ring_step_backward(node: fx.Node, shape: Sizes, given: Conditions) -> int:
+    return _ring_bytes(node, shape, given, first=1)
+
+
+def _ring_bytes(node: fx.Node, shape: Sizes, given: Conditions, first: int) -> int:
+    """That of attention over one block, and what it finds there, which is then added to the result."""
+    args: Any = node.args
+    q, kv = (shape(a) for a in args[first : first + 2])
+    dtype, wide = _meta(args[first]).dtype, _wide(_meta(args[first]).dtype)
+    (B, tokens, heads, width), (window, _, softcap) = kv, args[-3:]
+    k, v = ((B, heads, tokens, size) for size in (q[3], width - q[3]))
+    found = math.prod(kv) + math.prod(q) if first else math.prod(q[:3]) * (v[3] + 3)
+    if softcap or 0 < window < tokens:
+        return (_block_elements(q, k, v, window, bool(softcap), bool(first)) + found) * wide
+    return (_flash_elements(q, k, v, given.threads, bool(first)) + _copies(q, k, v, dtype, bool(first)) + found) * wide
+
+
+def _copies(q: Shape, k: Shape, v: Shape, dtype: torch.dtype, backward: bool) -> int:
+    """Elements of operands and results in the dtype that flash computes in, where that is another one."""
+    if dtype.itemsize == _wide(dtype):
+        return 0
+    return (3 if backward else 1) * math.prod(q) + (2 if backward else 1) * _both(k, v)
 
 
 def _both(k: Shape, v: Shape) -> int:
@@ -141,4 +167,6 @@ _RULES: dict[Any, Callable[[fx.Node, Sizes, Conditions], float]] = {
     own.dropout.default: _dropout,
     own.attention.default: _attention,
     own.attention_backward.default: _attention_backward,
+    own.attention_block.default: _ring_step,
+    own.attention_block_backward.default: _ring_step_backward,
 }

@@ -5,6 +5,7 @@ sizes, and a gradient that is again an op of a captured graph. A rank may run an
 of the global tensors: what it must know about the slice is an argument.
 
     attention, attention_backward          softmax attention of every kind, `fxpar.ops.attention`
+    attention_block, ..._backward          one step of it in a ring of ranks, `fxpar.ops.ring_steps`
     cross_entropy, cross_entropy_backward  over a slice of the classes, `fxpar.ops.cross_entropy`
     dropout                                same mask under any slicing, `fxpar.ops.dropout`
     embedding, embedding_backward          in a slice of the table, `fxpar.ops.embedding`
@@ -12,6 +13,6 @@ of the global tensors: what it must know about the slice is an argument.
 
 from __future__ import annotations
 
-from fxpar.ops import attention, cross_entropy, dropout, embedding
+from fxpar.ops import attention, cross_entropy, dropout, embedding, ring_steps
 
-__all__ = ["attention", "cross_entropy", "dropout", "embedding"]
+__all__ = ["attention", "cross_entropy", "dropout", "embedding", "ring_steps"]

@@ -33,7 +33,7 @@ _MIN_BLOCK_ROWS = 32  # of all heads that share keys; fewer would leave a matrix
 
 @dataclass(frozen=True)
 class MaskRule:
-    """Which keys a query sees, and how scores are made; fields as in `fxpar.ops.attention`."""
+    """Which keys a query sees, and how scores are made (`fxpar.ops.attention`). Query i stands at key i + offset."""
 
     ids: Tensor | None
     mask: Tensor | None
@@ -41,6 +41,7 @@ class MaskRule:
     window: int
     scale: float
     softcap: float
+    offset: int = 0
 
     def narrow(self, b0: int, b1: int, h0: int, h1: int) -> MaskRule:
         """The rule for batch rows b0:b1 and query heads h0:h1."""
@@ -65,11 +66,12 @@ class MaskRule:
 
     def keys(self, i0: int, i1: int, n_keys: int) -> tuple[int, int]:
         """The range of keys outside of which queries i0:i1 see nothing."""
-        low, high = 0, n_keys
+        low, high, i0, i1 = 0, n_keys, i0 + self.offset, i1 + self.offset
         if self.window > 0:
             low = max(0, i0 - self.window + 1)
             high = min(n_keys, i1 - 1 + self.window)
-        return low, min(high, i1) if self.causal else high
+        high = min(high, i1) if self.causal else high
+        return (low, high) if low < high else (0, 1)  # a kernel needs a key, which `hide_` hides
 
     def hide_(self, scores: Tensor, i0: int, i1: int, j0: int, j1: int) -> None:
         """Apply mask, ids, causality and window in place to scores [b, h, i1 - i0, j1 - j0]."""
@@ -81,7 +83,7 @@ class MaskRule:
             scores.add_(_bias(same, scores.dtype))
         if self.window > 0 or self.causal:
             first = j0 if self.window > 0 else max(j0, i0)  # without a window, earlier keys are seen
-            queries = torch.arange(i0, i1, device=scores.device)[:, None]
+            queries = torch.arange(i0, i1, device=scores.device)[:, None] + self.offset
             back = queries - torch.arange(first, j1, device=scores.device)
             seen = back >= 0 if self.causal else back > -self.window
             if self.window > 0:
@@ -118,7 +120,8 @@ def bshe(x: Tensor) -> Tensor:
     return x if inner.is_contiguous() else inner.contiguous().transpose(1, 2)
 
 
-def _empty_bshe(like: Tensor, H: int, E: int) -> Tensor:
+def empty_bshe(like: Tensor, H: int, E: int) -> Tensor:
+    """An empty [B, H, S, E], of B and S of `like` [B, ..., S, ...], with its memory laid out as [B, S, H, E]."""
     return like.new_empty(like.shape[0], like.shape[2], H, E).transpose(1, 2)
 
 
@@ -180,7 +183,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> tuple[Tensor, Te
         return forward_blocks(q, k, v, rule)
     if len(runs) == 1 and len(runs[0]) == 1:
         return _arranged_forward(q, k, v, rule.without_ids())
-    out = _empty_bshe(q, q.shape[1], v.shape[3])
+    out = empty_bshe(q, q.shape[1], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=compute_dtype(q.dtype))
     inside = rule.without_ids()
     for rows, tokens, (qs, ks, vs, o, ls) in _documents(runs, (q, k, v, out, lse)):
@@ -201,7 +204,7 @@ def backward(
         return backward_blocks(dout, q, k, v, out, lse, rule)
     if len(runs) == 1 and len(runs[0]) == 1:
         return _arranged_backward(dout, q, k, v, out, lse, rule.without_ids())
-    dq, dk, dv = (_empty_bshe(x, x.shape[1], x.shape[3]) for x in (q, k, v))
+    dq, dk, dv = (empty_bshe(x, x.shape[1], x.shape[3]) for x in (q, k, v))
     inside = rule.without_ids()
     for rows, tokens, pieces in _documents(runs, (dout, q, k, v, out, lse, dq, dk, dv)):
         g, qs, ks, vs, o, ls, *targets = pieces
@@ -214,7 +217,7 @@ def backward(
 # ----------------------------------------------------------------------------------------- flash
 def _flash_fits(q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> bool:
     """Whether ATen's CPU flash kernel computes this piece."""
-    plain = rule.mask is None and rule.softcap == 0.0 and not 0 < rule.window < k.shape[2]
+    plain = rule.mask is None and rule.softcap == 0.0 and not rule.offset and not 0 < rule.window < k.shape[2]
     return plain and q.shape[3] == v.shape[3] and 0 not in q.shape and 0 not in k.shape
 
 
@@ -345,7 +348,7 @@ def _scores(
 
 def forward_blocks(q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> tuple[Tensor, Tensor]:
     """(out, lse) of `fxpar::attention` in blocks of query rows, on any device."""
-    out = _empty_bshe(q, q.shape[1], v.shape[3])
+    out = empty_bshe(q, q.shape[1], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=compute_dtype(q.dtype))
     limits = torch.finfo(lse.dtype)
     if 0 in k.shape[:3]:
@@ -371,7 +374,7 @@ def backward_blocks(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: MaskRule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `fxpar::attention` in blocks of query rows, on any device."""
-    dq, dk, dv = (_empty_bshe(x, x.shape[1], x.shape[3]) for x in (q, k, v))
+    dq, dk, dv = (empty_bshe(x, x.shape[1], x.shape[3]) for x in (q, k, v))
     if 0 in q.shape[:3] or 0 in k.shape[:3]:
         return dq.zero_(), dk.zero_(), dv.zero_()
     for part in _parts(q, k, rule):

@@ -78,6 +78,7 @@ def _flash_fits(q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> bool:
     return (
         rule.mask is None
         and rule.softcap == 0.0
+        and not rule.offset
         and q.dtype in (torch.bfloat16, torch.float16)
         and v.shape[3] == E
         and E % 8 == 0

@@ -112,6 +112,12 @@ def unfuse(fused: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
     return [part.reshape(fused.shape[0], *shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
+def shift(x: Tensor, degree: int, index: int, group: str) -> Tensor:
+    """x of the rank before in a group of `degree`, not waited for; `index` is this rank's place there."""
+    come, go = ([x.shape[0] * (i == (index + step) % degree) for i in range(degree)] for step in (-1, 1))
+    return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), come, go, group)
+
+
 def zero_padding(x: Tensor, dim: int, size: int, index: int) -> Tensor:
     """Set what lies beyond the global `size` of an unevenly cut dim to zero on this rank (piece `index`)."""
     width = x.shape[dim]

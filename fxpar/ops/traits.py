@@ -13,12 +13,12 @@ from typing import Any, Literal
 import torch
 
 from fxpar.errors import FxparError, OpContractError
-from fxpar.ops import attention, cross_entropy, dropout, embedding, host
+from fxpar.ops import attention, cross_entropy, dropout, embedding, host, ring_steps
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 assert attention, cross_entropy
 assert dropout, embedding
-assert host
+assert host, ring_steps
 
 Computes = Literal["low", "fp32", "norm", "softmax", "loss", "loss_backward", "moves"]
 """What an op computes in under mixed precision: the low dtype; fp32, always; fp32 like norms, softmax or the loss,
@@ -157,6 +157,11 @@ CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
 
 ATTENTION = {own.attention.default: 0, own.attention_backward.default: 1}
 """Attention and its gradient -> position of q in the arguments; k and v are behind it."""
+
+RING_STEPS = {own.attention_block.default: 0, own.attention_block_backward.default: 1}
+"""A step of attention in a ring, and its gradient -> position of q in the arguments; keys and values are behind it.
+Eight places from the end stand the positions of the tokens.
+"""
 
 EMBEDDINGS = {own.embedding.default, aten.embedding.default}
 """Operand 1 has numbers of rows of the table, operand 0."""
@@ -298,6 +303,11 @@ OUT: dict[Any, tuple[Any, str]] = {
     aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
 }
 """Elementwise op -> (the one that writes into a given tensor, the name of that operand)."""
+
+
+def is_attention(op: Any) -> bool:
+    """Whether an op is attention, or a step of it in a ring."""
+    return op in ATTENTION or op in RING_STEPS
 
 
 def is_view(op: Any) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.node_meta import input_kind, is_backward, is_on_host, is_size, local_meta, size_of
+from fxpar.ops import layout
 from fxpar.remat.meta_values import META, MetaValues, is_same_call, meta_tensors
 
 c10d = torch.ops._c10d_functional
@@ -203,4 +204,5 @@ _COLLECTIVES: dict[Any, Callable[..., Tensor]] = {
     c10d.reduce_scatter_tensor.default: lambda x, _op, degree, _: _rows(x, x.shape[0] // degree),
     c10d.all_to_all_single.default: lambda x, got, _sent, _: _rows(x, sum(got)),
     c10d.wait_tensor.default: lambda x: x,
+    layout.shift: lambda x, *_: torch.empty_like(x),
 }

@@ -53,6 +53,19 @@ def attention_by_tokens(op: OpView) -> Option | None:
     return Option(tuple(inputs), (Shard(2),) * len(op.outputs))
 
 
+def attention_in_ring(op: OpView) -> Option | None:
+    """The option where tokens are cut anywhere, so that queries have keys on other ranks: keys and values must travel.
+    Documents stay whole. None where a mask says who sees whom, or keys are not those of the queries.
+    """
+    _, mask = _documents_and_mask(op)
+    queries, keys = (op.inputs[1], op.inputs[2]) if _backward(op) else (op.inputs[0], op.inputs[1])
+    if mask is not None or queries[2] != keys[2]:
+        return None
+    inputs: list = [R] * len(op.inputs)
+    inputs[: 6 if _backward(op) else 3] = [Shard(2)] * (6 if _backward(op) else 3)
+    return Option(tuple(inputs), (Shard(2),) * len(op.outputs))
+
+
 def _touches(option: Option, seed: Seed, shard: Shard) -> bool:
     return option.at(seed) == shard
 

@@ -11,9 +11,13 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from fxpar.ir.axes import RING
+from fxpar.ir.collectives import is_collective, reshard
 from fxpar.ir.dist_config import OuterShard, Placement, Shard
 from fxpar.ir.graph import Size, TensorMeta
-from fxpar.ir.node_meta import is_size, size_of, tensor_metas
+from fxpar.ir.node_meta import is_size, size_of, tensor_metas, wanted_dists
+from fxpar.ir.strategy import Strategy
+from fxpar.ops.traits import ATTENTION, is_view
 from fxpar.rules.option import Option, OpView, Shape, TensorRef, localize
 
 aten = torch.ops.aten
@@ -22,6 +26,30 @@ Value = tuple[fx.Node, int]  # result `int` of a node
 Metas = Callable[[fx.Node], tuple[TensorMeta | None, ...]]
 _SLICES: dict[Any, tuple[int, bool]] = {aten.slice.Tensor: (1, False), aten.slice_backward.default: (2, True)}
 """Where the dim stands among the arguments, bounds behind it; whether the result is what they are bounds of."""
+
+
+def documents_read(node: fx.Node) -> fx.Node | None:
+    """The input from which a call of attention is told of documents, whatever collectives are between; None if there
+    is none, or what the model computes.
+    """
+    first = 6 if ATTENTION[node.target] else 3  # type: ignore[index]
+    source = node.args[first] if len(node.args) > first else None
+    while isinstance(source, fx.Node) and source.op == "call_function":
+        if not (is_view(source.target) or source.target is reshard or is_collective(source)):
+            return None
+        source = source.args[0]
+    return source if isinstance(source, fx.Node) else None
+
+
+def ring_of(node: fx.Node, strategy: Strategy) -> str:
+    """The axes, joined by '.', of the ring over which a call of attention has its tokens cut; "" if it has none."""
+    wanted = wanted_dists(node) if node.target in ATTENTION else ()
+    if not wanted:
+        return ""
+    queries = wanted[ATTENTION[node.target]]  # type: ignore[index]
+    atoms = [atom for entry in queries.in_parts(strategy.atoms).dims[2] for atom in entry.axis.split(".")]
+    rings = [strategy.axis_in(atom, node.meta.get("rule")) == RING for atom in atoms]
+    return ".".join(entry.axis for entry in queries.dims[2]) if rings and all(rings) else ""
 
 
 class Sizes:

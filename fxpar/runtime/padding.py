@@ -1,7 +1,8 @@
 """Pad a batch so that its token count divides by what a strategy needs; padding changes neither loss nor gradients.
 
 Padding goes to the end, as a document of its own that no real token sees, with labels that the loss ignores. Where a
-strategy packs documents in bins, each bin is padded at its end.
+strategy packs documents in bins, each bin is padded at its end. Where it cuts them over a ring, tokens then change
+places; what a batch says of each goes with it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from fxpar.batching.documents import document_starts
 from fxpar.batching.packing import SequenceItem, longest_first, spread
+from fxpar.batching.ring_order import ring_order
 from fxpar.errors import PadError
 from fxpar.flow import padding_of
 from fxpar.ir.exec_graph import Program
@@ -112,7 +114,8 @@ def pad(program: Program, batch: Mapping[str, Tensor], bins: Sequence[int] = ())
     """
     if program.bins > 1:
         batch = _pad_bins(program, *((batch, bins) if bins else _in_bins(program, batch)))
-    return pad_batch(program.inputs, program.dims, program.divisors, batch, hazard=program.padding_hazard)
+    padded = pad_batch(program.inputs, program.dims, program.divisors, batch, hazard=program.padding_hazard)
+    return _spread(program, padded) if program.spread > 1 else padded
 
 
 def _token_dims(program: Program, batch: Mapping[str, Tensor]) -> Iterator[tuple[str, int]]:
@@ -123,20 +126,35 @@ def _token_dims(program: Program, batch: Mapping[str, Tensor]) -> Iterator[tuple
             yield from ((info.fqn, d) for d, size in enumerate(info.meta.shape) if size == token)
 
 
-def _in_bins(program: Program, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[int]]:
-    """A row with its documents in another order, bin by bin, and the tokens of each bin."""
+def _lengths(program: Program, batch: Mapping[str, Tensor]) -> tuple[list[int], list[int]]:
+    """Where the documents of a row begin, and their lengths."""
     key, dim = next(_token_dims(program, batch))
-    count, device = batch[key].shape[dim], batch[key].device
     starts = document_starts(batch)
     begins = [0] if starts is None else torch.nonzero(starts).flatten().tolist()
-    lengths = [end - begin for begin, end in pairwise([*begins, count])]
+    return begins, [end - begin for begin, end in pairwise([*begins, batch[key].shape[dim]])]
+
+
+def _reordered(program: Program, batch: Mapping[str, Tensor], order: Tensor) -> dict[str, Tensor]:
+    """A row with its tokens in another order."""
+    found = dict(batch)
+    for key, dim in _token_dims(program, batch):
+        found[key] = found[key].index_select(dim, order.to(found[key].device))
+    return found
+
+
+def _spread(program: Program, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A padded row with its tokens so ordered that the ranks of a ring have as much to do."""
+    order = ring_order(_lengths(program, batch)[1], program.spread)
+    return _reordered(program, batch, torch.tensor(order, dtype=torch.int64))
+
+
+def _in_bins(program: Program, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[int]]:
+    """A row with its documents in another order, bin by bin, and the tokens of each bin."""
+    begins, lengths = _lengths(program, batch)
     documents = longest_first(SequenceItem(i, length, length) for i, length in enumerate(lengths))
     shares = [sorted(item.index for item in share) for share in spread(documents, program.bins)]
-    places = [torch.arange(begins[i], begins[i] + lengths[i], device=device) for share in shares for i in share]
-    order, found = torch.cat(places), dict(batch)
-    for key, dim in _token_dims(program, batch):
-        found[key] = found[key].index_select(dim, order)
-    return found, [sum(lengths[i] for i in share) for share in shares]
+    places = [torch.arange(begins[i], begins[i] + lengths[i]) for share in shares for i in share]
+    return _reordered(program, batch, torch.cat(places)), [sum(lengths[i] for i in share) for share in shares]
 
 
 def _pad_bins(program: Program, batch: Mapping[str, Tensor], bins: Sequence[int]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fxpar.ir.axes import REPLICAS, ROLE_AXES, STAGES
+from fxpar.ir.axes import BINS, REPLICAS, ROLE_AXES, STAGES
 from fxpar.ir.module_rules import ModuleRule
 from fxpar.ir.remat import Remat
 from fxpar.ir.strategy import SINGLE, Strategy, of_degrees
@@ -96,8 +96,8 @@ def as_strategy(plan: GalvatronPlan, layers: str = "model.layers") -> Strategy:
 
 def _roles(layer: LayerStrategy, replicas: int) -> tuple[tuple[tuple[str, int], ...], bool]:
     """The axes inside of a replica, and whether tokens are cut beside weights."""
-    weights, tokens, bins = ROLE_AXES
-    degrees = ((bins, layer.dp // replicas), (tokens, layer.ulysses), (weights, layer.tp))
+    weights, tokens, *_ = ROLE_AXES
+    degrees = ((BINS, layer.dp // replicas), (tokens, layer.ulysses), (weights, layer.tp))
     return tuple(axis for axis in degrees if axis[1] > 1), layer.tp > 1
 
 
@@ -114,7 +114,7 @@ def read_galvatron_plan(path: str | Path, devices: int | None = None) -> Galvatr
     division = file.division(stages, layers)
     default = _ZERO[file.word("default_dp_type", tuple(_ZERO))]
     degrees, sharded, ulysses, remat = (file.per_layer(key) for key in _PER_LAYER[:4])
-    file.only_ones("cp_sizes_enc", "ring attention has no text in fxpar")
+    file.only_ones("cp_sizes_enc", "it is ring attention, and this reads no such degree yet")
     file.only_ones("tp_consecutive_flags", "tensor parallelism is between neighbouring ranks only")
     strategies = tuple(
         file.strategy("tp_sizes_enc", world // stages, stages, degree, bool(cut), 3 if full else default, bool(redo))

@@ -27,6 +27,7 @@ _KIND_COLOURS = {
     "reduce_scatter": "#f8dcc0",
     "all_reduce": "#f9d0df",
     "all_to_all": "#c9ece8",
+    "shift": "#d5efc9",
 }
 
 

@@ -28,7 +28,7 @@ own = torch.ops.fxpar
 PRODUCT_WEIGHTS = LAYERS * (4 * DIM * DIM + 3 * DIM * FFN) + DIM * VOCAB
 # Causal: 2 * E * len**2 per head forward (two products of 2 * len**2 * E, half of them), 2.5 times that backward.
 ATTENTION_PER_SQUARE = 3.5 * 2 * LAYERS * DIM
-STRATEGIES = ("dp4", "tp4", "cp4", "dp2.tp2", "cp2.tp2", "tp4+sp")
+STRATEGIES = ("dp4", "tp4", "cp4", "dp2.tp2", "cp2.tp2", "tp4+sp", "ring4", "cp2.ring2")
 
 
 def ranks_per_replica(strategy: str) -> int:
@@ -50,7 +50,7 @@ def test_flops_are_the_textbook_ones(strategy):
 
 def test_collectives_are_those_of_the_body():
     """Bytes that grow with T are what the TrainGraph says of its body; ZeRO-3 gathers weights in every micro-batch."""
-    for strategy in ("tp4", "cp4", "tp4+sp", "dp4"):
+    for strategy in ("tp4", "cp4", "tp4+sp", "dp4", "ring4"):
         lowered = program(strategy)
         (dim,) = lowered.dims
         mesh = lowered.strategy.mesh

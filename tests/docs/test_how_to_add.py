@@ -260,7 +260,7 @@ def test_what_a_role_lowers_is_not_kept(tmp_path, monkeypatch):
     ("text", "message"),
     [
         ("dp2+role(tp=small_whole)", "needs a tp axis"),
-        ("dp2.tp2+role(dp=small_whole)", "tp, cp, rows"),
+        ("dp2.tp2+role(dp=small_whole)", "tp, cp, ring, rows"),
         ("tp2+role(small_whole)", r"role\(tp=name\)"),
         ("tp2+role(tp=a|tp=b)", "two roles"),
         ("tp2+role(tp=a)+role(tp=a)", "given twice"),

@@ -18,8 +18,8 @@ from fxpar.errors import FxparError, OverrideError, StrategySyntaxError, WorldSi
 from fxpar.ir.axes import AXES, BINS
 from fxpar.ir.dist_config import R, Shard
 from fxpar.ir.remat import Remat
-from fxpar.ir.strategy import Strategy, parse_override
-from fxpar.ir.strategy_text import MOST_CHUNKS, MOST_RANKS, SCHEDULES, Pipeline
+from fxpar.ir.strategy import Strategy
+from fxpar.ir.strategy_text import MOST_CHUNKS, MOST_RANKS, SCHEDULES, Pipeline, parse_override
 
 PLACEMENTS = ["S(0)@tp", "S(1)@tp", "R@tp", "S(2)", "R"]
 
@@ -93,7 +93,7 @@ def test_parts():
     assert strategy.axes == (("dp", 2), ("cp", 3), ("tp", 4))
     assert (strategy.sp, strategy.zero, strategy.world) == (True, 1, 24)
     assert strategy.data_axes == ("dp", "cp")
-    assert [strategy.degree(axis) for axis in AXES] == [2, 1, 3, 4, 1, 1]
+    assert [strategy.degree(axis) for axis in AXES] == [2, 1, 3, 1, 4, 1, 1]
     assert str(strategy.mesh) == "dp2xcp3xtp4"
 
 
@@ -248,7 +248,7 @@ SYNTAX = [
     ("dp2.tp2.dp2", "'dp2'", "axis 'dp' is given twice"),
     ("tpp2", "'tpp2'", "unknown axis 'tpp'; did you mean 'tp'?"),
     ("ddp2", "'ddp2'", "unknown axis 'ddp'; did you mean 'dp'?"),
-    ("xyz2", "'xyz2'", "Axes are dp, pp, cp, tp, rows, ep"),
+    ("xyz2", "'xyz2'", "Axes are dp, pp, cp, ring, tp, rows, ep"),
     ("tp2+", "'+'", "there is no flag behind a '+'"),
     ("dp\u0662", "'dp\u0662'", "an axis is a name and a degree"),  # a digit, but none of ASCII
     (None, "'None'", "it is not text"),

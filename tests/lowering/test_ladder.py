@@ -178,7 +178,7 @@ def twice(name: str, **options) -> list[GraphPass]:
     [
         (without("insert_reshards"), "pass 'zero_shard' needs operands that lie .*Run insert_reshards before it"),
         (without("reshard_to_collectives"), "pass 'mask_padding' needs a graph without reshards.*Run reshard_to"),
-        (without("global_to_local"), "pass 'lower_collectives' needs local shapes.*Run global_to_local before it"),
+        (without("global_to_local"), "pass 'ring_attention' needs local shapes.*Run global_to_local before it"),
         (without("lower_collectives"), "pass 'chunk_loss' needs collectives that are calls"),
         (without("reduce_gradients"), "the loss 'loss' .* is that of one replica. Run reduce_gradients once"),
         (without("reduce_gradients", **STORED), "the loss 'loss' .* is that of one replica"),

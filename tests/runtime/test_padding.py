@@ -209,7 +209,7 @@ def test_dense_masks_are_padded_and_exact(strategy):
 
 
 @functools.cache
-def in_bins(strategy: str) -> TrainGraph:
+def of_rows(strategy: str) -> TrainGraph:
     return lower(pack_documents(llama().graph), strategy)
 
 
@@ -231,11 +231,11 @@ def documents(*lengths: int) -> dict[str, Tensor]:
     st.sampled_from(["rows2", "rows4", "rows2.cp2", "tp4+sp[*.attention: rows2.tp2]"]),
     st.lists(st.integers(1, 20), min_size=1, max_size=8),
 )
-def test_a_row_in_bins(strategy, lengths):
+def test_a_row_of_rows(strategy, lengths):
     """Each document whole in one bin, with all that belongs to its tokens; bins of one length, which every part of the
     strategy divides; and padding that is a document of its own in each.
     """
-    program, row = in_bins(strategy), documents(*lengths)
+    program, row = of_rows(strategy), documents(*lengths)
     found = {key: value[0] for key, value in pad(program, row).items()}
     bins = found["document_ids"].view(program.bins, -1)
     assert bins.numel() % program.strategy.token_parts == 0
@@ -257,12 +257,43 @@ def test_a_row_in_bins(strategy, lengths):
 
 def test_bins_that_are_given():
     """The planner says how many tokens each has; they follow each other in the row."""
-    padded = pad(in_bins("rows2"), documents(2, 3, 1), [2, 4])
+    padded = pad(of_rows("rows2"), documents(2, 3, 1), [2, 4])
     assert padded["input_ids"][0].tolist() == [1, 2, 0, 0, 3, 4, 5, 6]
     assert padded["document_ids"][0].tolist() == [3, 3, 18, 18, 10, 10, 10, 17]
     assert padded["position_ids"][0].tolist() == [0, 1, 0, 1, 0, 1, 2, 0]
-    padded = pad(in_bins("rows2"), documents(2, 2, 1), [4, 1])
+    padded = pad(of_rows("rows2"), documents(2, 2, 1), [4, 1])
     assert padded["position_ids"][0].tolist() == [0, 1, 0, 1, 0, 0, 1, 0]
-    padded = pad(in_bins("rows4"), documents(2, 3), [2, 0, 3, 0])
+    padded = pad(of_rows("rows4"), documents(2, 3), [2, 0, 3, 0])
     assert padded["input_ids"][0].tolist() == [1, 2, 0, 0, 0, 0, 3, 4, 5, 0, 0, 0]
     assert padded["document_ids"][0].tolist() == [3, 3, 11, 12, 12, 12, 10, 10, 10, 14, 14, 14]
+
+
+@given(st.sampled_from(["ring2", "ring4", "cp2.ring2"]), st.lists(st.integers(1, 20), min_size=1, max_size=8))
+def test_a_row_over_a_ring(strategy, lengths):
+    """All that belongs to a token goes with it, and nothing is lost."""
+    program, row = of_rows(strategy), documents(*lengths)
+    found = {key: value[0] for key, value in pad(program, row).items()}
+    real = found["input_ids"] != 0
+    assert sorted(found["input_ids"][real].tolist()) == row["input_ids"][0].tolist()
+    places = found["input_ids"][real] - 1
+    assert all(torch.equal(found[key][real], row[key][0, places]) for key in row)
+    assert not set(found["document_ids"][~real].tolist()) & set(row["document_ids"][0].tolist())
+    assert set(found["labels"][~real].tolist()) <= {-100}
+
+
+def test_a_long_document_is_cut_in_zigzag():
+    found = pad(of_rows("ring4"), documents(16))["document_positions"][0].view(4, 4)
+    assert found.tolist() == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
+
+
+def test_tokens_stay_where_the_model_goes_by_their_places():
+    """Attention that is not over the ring sees keys by their places in the row; so does a graph that is not packed."""
+    whole = [
+        lower(pack_documents(llama(layers=2).graph), "cp4[layers.0.attention: ring4]"),
+        lower(llama().graph, "ring4"),
+    ]
+    assert [program.spread for program in whole] == [1, 1]
+    why = ["some attention is not over the ring", "its rows are one sequence each"]
+    assert [program.notes[-1].partition(": ")[2] for program in whole] == why
+    stages = [lower(pack_documents(llama(layers=2).graph), text) for text in ("pp2.ring2", "ring2 > tp2")]
+    assert [program.spread for program in stages] == [2, 1]

@@ -63,7 +63,7 @@ window.fxpar = (() => {
   // --------------------------------------------------------------------------------------------------- colours
   // One accent per kind of communication, one per mesh axis; each kind has a code as well, for eyes and paper
   // without colour. `colour.all_gather`, `axisColour.tp` are the values of the theme that is shown.
-  const CODES = { all_gather: "AG", reduce_scatter: "RS", all_reduce: "AR", all_to_all: "A2A", send: "P2P" };
+  const CODES = { all_gather: "AG", reduce_scatter: "RS", all_reduce: "AR", all_to_all: "A2A", shift: "SH", send: "P2P" };
   const styled = (prefix) =>
     new Proxy({}, {
       get: (_, name) => {

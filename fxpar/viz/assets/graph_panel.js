@@ -130,7 +130,7 @@
   const link = (text, action) => el("button", { type: "button", class: "link mono", onclick: action }, text);
 
   function legend() {
-    const kinds = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"];
+    const kinds = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift", "send"];
     return section("How to read it",
       el("ul", { class: "legend" },
         kinds.map((kind) => el("li", {}, chip(kind), ` ${fxpar.words(kind)}`)),
