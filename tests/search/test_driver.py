@@ -295,7 +295,8 @@ def test_memory_plan_and_engine_differ_in_what_the_page_says(text):
     assert alone.step_bytes > alone.switch_bytes
     assert alone.peak_bytes == alone.reserved_bytes + alone.optimizer_bytes - alone.staging_bytes
     plan = candidate(lowered, strategy, LINKS, Depth(2, whole=True), (256, tokens)).at(tokens)
-    assert plan.peak_bytes == alone.reserved_bytes + alone.optimizer_bytes + rounding
+    fullest = sum(info.kind == "param" for info in program.placed[0].inputs)  # the first stage keeps most micro-batches
+    assert plan.peak_bytes == alone.reserved_bytes + alone.optimizer_bytes + ALIGN_BYTES * fullest
 
 
 @pytest.mark.parametrize("overlap", [False, True])
