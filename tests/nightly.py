@@ -178,7 +178,7 @@ AT_NIGHT: dict[str, tuple[str, ...]] = {
     "memory/test_predict.py": (
         "test_peak[llama-256-float32-options0-dp1-2]",
         "test_peak[llama-256-float32-options2-dp1+remat(selective)-2]",
-        "test_peak[llama-256-bfloat16-options7-tp2+remat-1]",
+        "test_peak[llama-256-bfloat16-options8-tp2+remat-1]",
     ),
     "monitor/test_kills.py": (
         "test_survivors_name_the_victim[start-(0,)1]",

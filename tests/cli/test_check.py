@@ -162,7 +162,7 @@ def test_bad_input_is_one_message(words, message, monkeypatch):
 
 def test_bad_strategy_says_what_there_is():
     _, _, err = fxpar("check", "mlp", "-s", "dp2.xp2")
-    assert "Axes are dp, pp, cp, tp, rows, ep" in err
+    assert "Axes are dp, pp, cp, ring, tp, rows, ep" in err
 
 
 @pytest.mark.parametrize(
