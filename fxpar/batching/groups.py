@@ -57,8 +57,8 @@ class LengthGroup:
 
     @property
     def bin_budget(self) -> int:
-        """The most tokens of a bin, of which a micro-batch may have several of equal length."""
-        return self.token_budget // self.strategy.bins
+        """The most tokens of a bin, of which a micro-batch (of the largest team) may have several of equal length."""
+        return self.token_budget // largest_team(self.strategy).bins
 
     @property
     def lockstep(self) -> bool:

@@ -17,5 +17,9 @@ def largest_team(strategy: Strategy) -> Strategy:
 
 def team_budgets(strategy: Strategy, tokens: int) -> tuple[int, ...]:
     """Tokens of a micro-batch of each team, where the largest one's has so many: as many per rank."""
-    most = ranks_of_replica(largest_team(strategy))
-    return tuple(max(team.bins, tokens * ranks_of_replica(team) // most) for team in strategy.teams)
+    return tuple(team_budget(strategy, team, tokens) for team in strategy.teams)
+
+
+def team_budget(strategy: Strategy, team: Strategy, tokens: int) -> int:
+    """That of one of the teams."""
+    return max(team.bins, tokens * ranks_of_replica(team) // ranks_of_replica(largest_team(strategy)))

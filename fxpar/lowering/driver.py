@@ -38,7 +38,7 @@ from fxpar.lowering.ladder import (
     run_passes,
 )
 from fxpar.lowering.pipeline import cut, fields_of_blocks, lower_pipeline, strategy_of_stage
-from fxpar.lowering.teams import lower_teams
+from fxpar.lowering.teams import ladder_of_team, lower_teams
 from fxpar.ops.traits import ATTENTION, RING_STEPS
 from fxpar.passes.offload import Offload
 from fxpar.passes.pack_documents import packed_if_proved
@@ -68,10 +68,10 @@ def lower(
     `for_store` a `fxpar.store.WeightStore` keeps them: they come in as the body computes with them, without casts and
     gathers of their own (ZeRO-3 still gathers layer by layer), and gradients leave as partial sums, which add up in
     `accumulate` at least and leave in `reduce` at most (by default as they add up).
-    `sizes` are the dynamic dims of a micro-batch by name, by default the example's; a budget of `remat(200MB)` is meant
-    at these. `on_pass` is called with each pass' name and the graph after it (dumps). The graph is verified after every
-    pass, unless `verified` is False: for what is priced and never run. `passes` stand in for `default_passes`, which
-    then takes those options; the first attaches the placements.
+    `sizes` are the dynamic dims of a micro-batch (of the largest team) by name, by default the example's; a budget of
+    `remat(200MB)` is meant at these. `on_pass` is called with each pass' name and the graph after it (dumps). The graph
+    is verified after every pass, unless `verified` is False: for what is priced and never run. `passes` stand in for
+    `default_passes`, which then takes those options; the first attaches the placements.
 
     A strategy with pp gives a `PipelineGraph`, teams side by side a `TeamsGraph`, any other an `ExecGraph`.
 
@@ -88,9 +88,12 @@ def lower(
         raise GivenPassesError(given)
     ladder = default_passes(**options) if passes is None else checked_ladder(passes)
     if strategy.teams:
-        return lower_teams(
-            logical, strategy, lambda team: lower(logical, team, passes=ladder, on_pass=on_pass, verified=verified)
-        )
+
+        def lower_team(team: Strategy) -> TrainGraph:
+            passes = ladder_of_team(ladder, strategy, team)
+            return lower(logical, team, passes=passes, on_pass=on_pass, verified=verified)
+
+        return lower_teams(logical, strategy, lower_team)
     check_rules(logical, strategy)
     check_bins(logical, strategy)
     if strategy.pipeline_size > 1:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from fxpar.errors import TeamsBufferError
 from fxpar.ir.exec_graph import Program
-from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.graph import TOKENS, LogicalGraph
+from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import TeamsGraph
 from fxpar.ir.strategy import Strategy
+from fxpar.ir.teams import team_budget
 from fxpar.lowering.pipeline import fields_of_blocks
+from fxpar.passes.rematerialize import Rematerialize
 
 
 def lower_teams(logical: LogicalGraph, strategy: Strategy, lower: Callable[[Strategy], Program]) -> TeamsGraph:
@@ -28,3 +32,17 @@ def lower_teams(logical: LogicalGraph, strategy: Strategy, lower: Callable[[Stra
         timings.update(team.timings)
     whole = fields_of_blocks(logical, strategy, teams)
     return TeamsGraph(**whole, timings={**timings, **logical.timings}, teams=teams)
+
+
+def ladder_of_team(ladder: Sequence[GraphPass], strategy: Strategy, team: Strategy) -> list[GraphPass]:
+    """The passes for one of the teams: a budget for saved activations is meant at its own micro-batches, where that of
+    the largest team has the tokens that the pass was given.
+    """
+
+    def of_team(step: GraphPass) -> GraphPass:
+        if not isinstance(step, Rematerialize):
+            return step
+        sizes = ((name, team_budget(strategy, team, n) if name == TOKENS else n) for name, n in step.sizes)
+        return replace(step, sizes=tuple(sizes))
+
+    return [of_team(step) for step in ladder]

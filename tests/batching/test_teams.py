@@ -122,3 +122,10 @@ def test_rules_take_ranks_and_costs_of_their_team():
     rules = team_rules(group, TeamsCost((SQUARE, SQUARE.times(2))), True)
     assert [(rule.limit, rule.ranks, rule.packing.replicas) for rule in rules] == [(64, 2, 1), (32, 2, 2)]
     assert rules[1].adds(10) == 2 * rules[0].adds(10)
+
+
+@pytest.mark.parametrize(("formation", "bins"), [("tp4 | rows4", 1), ("rows4 | tp4", 4)])
+def test_bins_are_those_of_the_largest_team(formation, bins):
+    """Whoever moves limits asks whether bins hold them."""
+    (group,) = length_groups({LIMIT: formation}, world=8, token_budget=LIMIT * bins)
+    assert group.bin_budget == max(team.limit for team in group.teams) == LIMIT

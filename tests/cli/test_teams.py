@@ -49,7 +49,8 @@ def test_one_team_at_a_time(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, _, err = fxpar(*words)
     assert status == 1
-    assert "looks at one strategy at a time, and 'cp2 | pp2 | dp1' is 3 side by side. Name one of them" in err
+    said = "looks at one strategy at a time, and 'cp2 | pp2 | dp1' is 3 side by side. Name one of them, such as 'cp2': "
+    assert said in err
     assert not list(tmp_path.iterdir())
 
 

@@ -66,6 +66,14 @@ def test_memory_is_that_of_the_fullest_team(program):
     assert found.master_bytes < min(one.master_bytes for one in alone)
 
 
+def test_a_budget_is_meant_at_the_tokens_of_the_team():
+    """A single rank beside 4 has a quarter of their tokens, and recomputes what it would alone."""
+    (alone,) = lower(llama(2).graph, "dp1+remat(150kB)", for_store=True, sizes={"T": 64}).notes
+    beside = lower(llama(2).graph, "tp4 | dp1+remat(150kB)", for_store=True, sizes={"T": 256})
+    assert alone.endswith("T = 64")
+    assert alone in beside.notes
+
+
 def test_a_graph_of_one_mesh_is_refused():
     with pytest.raises(NotYetError, match="of_team"):
         annotate(llama(2).graph, Strategy.parse(FORMATION))
