@@ -96,7 +96,7 @@ def test_files(folder):
 
 
 def test_passes_by_name_and_number():
-    first = fxpar("diff", "mlp", "-s", "dp2", "--passes", "cleanup", "9")[1]
+    first = fxpar("diff", "mlp", "-s", "dp2", "--passes", "cleanup", "10")[1]
     assert first.splitlines()[1:3] == ["--- dp2 after cleanup", "+++ dp2 after lower_collectives"]
     before = fxpar("diff", "mlp", "-s", "dp2", "--before", "global_to_local", "--after", "lower_collectives")[1]
     assert before == first
@@ -108,7 +108,7 @@ def test_passes_by_name_and_number():
 def test_passes_of_a_pipeline():
     status, out, err = fxpar("diff", "llama", "-s", "pp2.tp2", "--after", "lower_collectives")
     assert status == 0, err
-    assert out.startswith("model llama\n--- pp2.tp2 after global_to_local\n")
+    assert out.startswith("model llama\n--- pp2.tp2 after ring_attention\n")
     assert "bytes that a rank of each stage sends" in out
     assert re.search(r"forward +send +pp +1 -> +1 +15.6 kB -> +15.6 kB", out)
 
