@@ -43,6 +43,7 @@ PIECES = (
     _piece("rounds", "Rounds of teams", "rounds.py"),
     _piece("precision", "bf16 against fp32", "precision.py"),
     _piece("remat", "Recomputation", "remat.py"),
+    _piece("ring", "Keys and values that travel", "ring.py --rounds 6"),
     _piece("chunks", "The loss in chunks", "chunks.py"),
 )
 
