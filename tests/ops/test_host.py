@@ -12,7 +12,7 @@ from fxpar.ops.traits import HOST_COPIES
 own = torch.ops.fxpar
 
 
-@pytest.mark.parametrize("op", HOST_COPIES, ids=str)
+@pytest.mark.parametrize("op", sorted(HOST_COPIES, key=str), ids=str)
 @pytest.mark.parametrize("x", [torch.rand(3, 4).t(), torch.arange(6) > 2, torch.rand(())], ids=["t", "bool", "scalar"])
 def test_a_copy_in_other_memory(op, x):
     copy: Tensor = op(x)
