@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from turns import accept
+from turns import accept, cpu_ms_of_all
 
 from fxpar.batching import MicroBatch
 from fxpar.batching.ring_order import Piece, ring_layout
@@ -97,17 +96,7 @@ def measure(
     """On one rank: CPU ms per step summed over ranks, of each strategy and round; norms of gradients at the start."""
     made = {text: step_of(program, model, rows) for text, program in programs.items()}
     norms = {text: step() for text, step in made.items()}
-    cpu_ms: dict[str, list[float]] = {text: [] for text in made}
-    for _ in range(rounds):
-        for text, step in made.items():
-            dist.barrier()
-            begun = time.process_time()
-            for _ in range(steps):
-                step()
-            spent = torch.tensor(time.process_time() - begun, dtype=torch.float64)
-            dist.all_reduce(spent)
-            cpu_ms[text].append(1e3 * float(spent) / steps)
-    return cpu_ms, norms
+    return cpu_ms_of_all(made, steps, rounds), norms
 
 
 def loads(pieces: Sequence[Sequence[Piece]]) -> float:

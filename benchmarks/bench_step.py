@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from turns import cpu_ms_of_all
 
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
@@ -152,21 +152,11 @@ def measure(programs: dict, sizes: Sizes, steps: int, rounds: int) -> tuple[dict
     """On one rank: CPU ms per step summed over ranks, of each mode and round; the loss of each mode's second step."""
     modes = [mode for strategy in programs for mode in (PAIRS[strategy][0], strategy)]
     made = {m: fxpar_step(programs[m], sizes) if m in programs else eager_step(m, sizes) for m in modes}
-    cpu_ms: dict[str, list[float]] = {mode: [] for mode in made}
     losses = {}
     for mode, step in made.items():
         step()
         losses[mode] = step()
-    for _ in range(rounds):
-        for mode, step in made.items():
-            dist.barrier()
-            begun = time.process_time()
-            for _ in range(steps):
-                step()
-            spent = torch.tensor(time.process_time() - begun, dtype=torch.float64)
-            dist.all_reduce(spent)
-            cpu_ms[mode].append(1e3 * float(spent) / steps)
-    return cpu_ms, losses
+    return cpu_ms_of_all(made, steps, rounds), losses
 
 
 def report(cpu_ms: dict[str, list[float]], losses: dict[str, float], sizes: Sizes) -> dict:

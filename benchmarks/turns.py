@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -25,6 +26,21 @@ def timed(run: Callable[[], object], steps: int, device: torch.device) -> tuple[
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / steps, torch.cuda.max_memory_allocated(device) / 1e6
+
+
+def cpu_ms_of_all(ways: Mapping[str, Callable[[], object]], steps: int, rounds: int) -> dict[str, list[float]]:
+    """CPU ms per step of each way and round, summed over the ranks, which all call it."""
+    ms: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, run in ways.items():
+            dist.barrier()
+            begun = time.process_time()
+            for _ in range(steps):
+                run()
+            spent = torch.tensor(time.process_time() - begun, dtype=torch.float64)
+            dist.all_reduce(spent)
+            ms[name].append(1e3 * float(spent) / steps)
+    return ms
 
 
 def in_turns(
