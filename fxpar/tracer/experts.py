@@ -26,7 +26,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     made = _product(module, "down_proj", made, top_k_index)
     if module.has_post_expert_norm:
         made = module.post_expert_norm(made)
-    return (made * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+    return torch.ops.fxpar.weighted_sum(made, top_k_weights).to(hidden_states.dtype)
 
 
 def _product(module: Any, name: str, rows: Tensor, ids: Tensor) -> Tensor:
