@@ -13,6 +13,7 @@ BUILTIN: dict[str, str] = {
     "chunk_loss": "fxpar.passes.chunk_loss:ChunkLoss",
     "cleanup": "fxpar.passes.cleanup:Cleanup",
     "global_to_local": "fxpar.passes.global_to_local:GlobalToLocal",
+    "hide_reductions": "fxpar.passes.hide_reductions:HideReductions",
     "insert_reshards": "fxpar.passes.insert_reshards:InsertReshards",
     "lower_collectives": "fxpar.passes.lower_collectives:LowerCollectives",
     "mask_padding": "fxpar.passes.mask_padding:MaskPadding",
@@ -50,6 +51,7 @@ LADDER = (
     "reuse_buffers",
     "sink_waits",
     "prefetch_gathers",
+    "hide_reductions",
     "offload",
     "write_in_place",
 )

@@ -26,6 +26,7 @@ from fxpar.passes.casts import Casts
 from fxpar.passes.chunk_loss import ChunkLoss
 from fxpar.passes.cleanup import Cleanup
 from fxpar.passes.global_to_local import GlobalToLocal
+from fxpar.passes.hide_reductions import HideReductions
 from fxpar.passes.insert_reshards import InsertReshards
 from fxpar.passes.lower_collectives import LowerCollectives
 from fxpar.passes.mask_padding import MaskPadding
@@ -78,6 +79,7 @@ def default_passes(
         ReuseBuffers(),
         SinkWaits(),
         PrefetchGathers(),
+        HideReductions(),
         Offload(at),
         WriteInPlace(),
     ]

@@ -142,6 +142,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "reuse_buffers": _LATE,
     "sink_waits": _LATE,
     "prefetch_gathers": _LATE,
+    "hide_reductions": _LATE,
     "offload": (*_LATE, ON_DEVICE),
     "write_in_place": _LATE,
     "accumulate_gradients": (*_LATE, BODY),
