@@ -140,6 +140,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "rematerialize": (*_LATE, FUNCTIONAL),
     "bucket_collectives": (*_LATE, FUNCTIONAL),
     "reuse_buffers": _LATE,
+    "hoist_collectives": (*_LATE, FUNCTIONAL),
     "sink_waits": _LATE,
     "prefetch_gathers": _LATE,
     "hide_reductions": _LATE,
