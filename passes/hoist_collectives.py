@@ -58,14 +58,16 @@ def _where(node: fx.Node) -> tuple[str, bool]:
 
 
 def _made_of(collective: fx.Node, place: dict[fx.Node, int]) -> tuple[fx.Node | None, list[fx.Node]]:
-    """The last product, or wait for another collective, that a collective is made of, None if there is none; and what
-    it is made of behind that, with itself, in order.
+    """The last product that a collective is made of, None if there is none or another collective is waited for behind
+    it, which would block sooner; and what it is made of behind that, with itself, in order.
     """
     made: list[fx.Node] = []
     todo, seen = [(-place[collective], collective)], {collective}
     while todo:
         _, node = heapq.heappop(todo)
-        if node is not collective and (node.target is _WAIT or is_product(node.target) or is_attention(node.target)):
+        if node.target is _WAIT:
+            break
+        if is_product(node.target) or is_attention(node.target):
             return node, made[::-1]
         made.append(node)
         for operand in node.all_input_nodes:
