@@ -1,8 +1,9 @@
 """Hide reductions: a gradient that is reduced in the body is waited for when the next one is about to be (ZeRO-2, 3).
 
-Before: each wait stands in front of the first user of the reduced gradient, which adds it up, right behind. After: the
-wait and all that is made of the gradient stand in front of the next reduction, so that the network sums one gradient
-while the device computes the next, as FSDP does (Zhao et al., "PyTorch FSDP", section 3.3.1).
+Before: each wait stands in front of the first user of the reduced gradient: right behind the reduction, or at the end.
+After: the wait and all that is made of the gradient stand in front of the next reduction, so that the network sums one
+gradient while the device computes the next, as FSDP does (Zhao et al., "PyTorch FSDP", section 3.3.1), and no more of
+them are held.
 
     %g1 = reduce_scatter(%a, "sum", "@dp")      %g1 = reduce_scatter(%a, "sum", "@dp")
     %w1 = wait_tensor(%g1)                      %b  = mm(%x, %y)
@@ -59,10 +60,12 @@ def _made_of(reduction: fx.Node) -> list[fx.Node]:
 
 
 def _move(nodes: list[fx.Node], place: fx.Node) -> None:
-    """In front of `place`, unless somebody else wants one of them before that, or they stand behind it already."""
-    moved = set(nodes)
-    if any(user < place for node in nodes for user in node.users if user not in moved) or place in moved:
+    """In front of `place`, unless somebody else wants one of them before that; what needs more than is there by then
+    stays behind it.
+    """
+    moving = set(nodes)
+    if any(user < place for node in nodes for user in node.users if user not in moving) or place in moving:
         return
     for node in nodes:
-        if node < place:
+        if all(operand < place for operand in node.all_input_nodes):
             place.prepend(node)
