@@ -129,10 +129,13 @@ def optimizer_ms(program: Program, cluster: ClusterSpec) -> float:
 
 def _overlap(slowdown: float | None) -> str:
     if slowdown is None:
-        return "Nothing overlaps inside of a micro-batch: kernels and collectives add up, as in the planner of mini-batches."
+        return (
+            "Nothing overlaps inside of a micro-batch: kernels and collectives add up, "
+            "as in the planner of mini-batches."
+        )
     return (
-        "Of collectives and of copies to the host, what kernels wait for counts, as in the planner of mini-batches; both "
-        f"are {slowdown:g} times slower at the same time."
+        "Of collectives and of copies to the host, what kernels wait for counts, as in the planner of "
+        f"mini-batches; both are {slowdown:g} times slower at the same time."
     )
 
 
