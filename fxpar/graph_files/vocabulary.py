@@ -201,7 +201,9 @@ class _Operand:
 @functools.lru_cache(maxsize=4096)
 def _operands(op: Any) -> tuple[dict[str, _Operand], tuple[str, ...]]:
     """All arguments of an op by name, and the names of the positional ones."""
-    known = [_Operand(a.name, a.kind, a.required, a.keyword_only, _fits(a.kind, a.name)) for a in schema_of(op).arguments]
+    known = [
+        _Operand(a.name, a.kind, a.required, a.keyword_only, _fits(a.kind, a.name)) for a in schema_of(op).arguments
+    ]
     return {one.name: one for one in known}, tuple(one.name for one in known if not one.keyword_only)
 
 

@@ -103,8 +103,12 @@ MASKED = Need(
     "mask_padding",
 )
 GLOBAL = Need("global shapes", "these are local: global_to_local has run", lambda graph, _: not graph.is_local)
-UNREDUCED = Need("gradients of one replica", "reduce_gradients has run", lambda graph, nodes: not _is_reduced(graph, nodes))
-UNSHARDED = Need("parameters that every replica has", "zero_shard has run", lambda graph, _: not _is_zero_sharded(graph))
+UNREDUCED = Need(
+    "gradients of one replica", "reduce_gradients has run", lambda graph, nodes: not _is_reduced(graph, nodes)
+)
+UNSHARDED = Need(
+    "parameters that every replica has", "zero_shard has run", lambda graph, _: not _is_zero_sharded(graph)
+)
 BODY = Need(
     "the body of a step alone",
     "there is a prologue or an epilogue",
