@@ -139,7 +139,7 @@ def climb(
     looked = Looked()
     for step in ladder:
         begun = time.process_time()
-        known = {node.name for node in looked.nodes or graph.graph.nodes}  # a foreign pass may build all nodes anew
+        known = looked.names or {node.name for node in graph.graph.nodes}  # a foreign pass may build all nodes anew
         if verified:
             verify_needs(graph, step.name)
         returned: object = step(graph)  # type: ignore[func-returns-value]
