@@ -61,7 +61,7 @@ def run_viz(request: VizRequest) -> None:
         raise SameOutputError(request.output)
     for path in (request.output, request.trace):
         check_output(path)
-    path = str(request.source.model)
+    model = request.source.model
     request, plan = _planned(request)
     cluster = ClusterSpec.from_file(request.cluster) if request.cluster else None
     notes = [] if plan is None else _said(plan)
@@ -70,7 +70,7 @@ def run_viz(request: VizRequest) -> None:
         def views() -> list[Viewed]:
             found = _views(request, cluster, plan, status.update)
             if plan is not None:
-                plan.check_module(path, _parameters(found[0].graph), None)
+                plan.check_module(model, _parameters(found[0].graph), None)
             status.update("drawing")
             return found
 
