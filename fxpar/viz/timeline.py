@@ -12,7 +12,7 @@ from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.memory.state import home_bytes
 from fxpar.store import SwitchSchedule, home_layout, param_specs, wire_layout
 from fxpar.switch import ParamLayout, layout_of
-from fxpar.switch.node_first import cheapest_reduction
+from fxpar.switch.node_first import cheapest_cost
 from fxpar.switch.terms import gradient_placements
 from fxpar.viz.inside import Inside
 from fxpar.viz.step import Planned, StepGroup, StepTimeline, predict_step
@@ -97,7 +97,7 @@ def predicted_step(views: Sequence[Viewed], insides: Mapping[str, Inside]) -> St
         switch = schedule.plan(view.strategy, visited)
         placements = gradient_placements(program)
         trained = ParamLayout("home", world, {fqn: home.params[fqn] for fqn in placements})
-        reduction = cheapest_reduction(placements, trained, cluster, name=view.strategy)
+        reduction = cheapest_cost(placements, trained, cluster)
         sequences = view.sequences
         group = StepGroup(
             "",
