@@ -90,15 +90,14 @@ def is_plain(target: Any) -> bool:
 
 def _attention(node: fx.Node, shape: SizesOf, block: float) -> Fraction:
     args: Any = node.args
-    causal, window = args[-4:-2]
     if node.target in RING_STEPS:
         first = RING_STEPS[node.target]  # type: ignore[index]
         q, (_, tokens, _, width) = (shape(_meta(operand)) for operand in args[first : first + 2])
-        widths, steps = width, args[-5]
+        widths, steps, (causal, window) = width, args[first + 8], args[first + 9 : first + 11]
     else:
         first = ATTENTION[node.target]  # type: ignore[index]
         q, (_, _, tokens, _), v = (shape(_meta(operand)) for operand in args[first : first + 3])
-        widths, steps = q[3] + v[3], 1
+        widths, steps, (causal, window) = q[3] + v[3], 1, args[3 * first + 5 : 3 * first + 7]
     if window:
         keys = Fraction(window if causal else 2 * window, steps)
     else:

@@ -35,7 +35,7 @@ def attention(call: FlowCall) -> Flows | None:
     q, k, v, *rest = call.flows
     args = call.node.args
     documents = rest.pop(0) if args[3] is not None else None
-    mask = rest.pop(0) if args[4] is not None else None
+    mask = rest.pop(0) if args[4] is not None else None  # what is left: sinks
     batch = q.dims[:1]
     if batch and batch[0].dim == 0 and all(f.dims in ((), batch) for f in (q, k, v, *rest)):
         return (Flow(dims=batch),) * 2  # rows of the batch, each by itself
@@ -43,6 +43,8 @@ def attention(call: FlowCall) -> Flows | None:
     plain = all(not f.dims or call.is_token(i, 2) for i, f in enumerate((q, k, v)))
     if not plain or any(f.dims not in ((), rows) for f in (q, k, v)) or k.dims != v.dims:
         return row(call.node, "attends over more than tokens")
+    if any(f.dims not in ((), q.dims) for f in rest):
+        return row(call.node, "is given sinks of another kind than one per token")
     if not k.dims:
         return (Flow(dims=q.dims),) * 2 if documents is None and (mask is None or not mask.dims) else None
     if not q.dims:

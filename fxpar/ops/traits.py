@@ -160,7 +160,7 @@ ATTENTION = {own.attention.default: 0, own.attention_backward.default: 1}
 
 RING_STEPS = {own.attention_block.default: 0, own.attention_block_backward.default: 1}
 """A step of attention in a ring, and its gradient -> position of q in the arguments; keys and values are behind it.
-Eight places from the end stand the positions of the tokens.
+Five places behind it stand the positions of the tokens.
 """
 
 EMBEDDINGS = {own.embedding.default, aten.embedding.default}

@@ -50,6 +50,7 @@ def attention_by_tokens(op: OpView) -> Option | None:
     inputs: list = [R] * len(op.inputs)
     inputs[: 6 if _backward(op) else 3] = [Shard(2)] * (6 if _backward(op) else 3)
     inputs[documents] = Shard(1)
+    _place_sinks(op, inputs, Shard(2))
     return Option(tuple(inputs), (Shard(2),) * len(op.outputs))
 
 
@@ -63,6 +64,7 @@ def attention_in_ring(op: OpView) -> Option | None:
         return None
     inputs: list = [R] * len(op.inputs)
     inputs[: 6 if _backward(op) else 3] = [Shard(2)] * (6 if _backward(op) else 3)
+    _place_sinks(op, inputs, Shard(2))
     return Option(tuple(inputs), (Shard(2),) * len(op.outputs))
 
 
@@ -99,7 +101,24 @@ def _place(op: OpView, query: Shard, key: Shard | None, dim: int) -> Option:
         inputs[documents] = Shard(0)
     if mask is not None and len(op.inputs[mask]) == 4 and op.inputs[mask][dim] > 1:
         inputs[mask] = query
+    _place_sinks(op, inputs, query)
     return Option(tuple(inputs), outputs)
+
+
+def _place_sinks(op: OpView, inputs: list, query: Shard) -> None:
+    """Cut the sinks [B or 1, H, S or 1], if there are any, as the queries are."""
+    sinks = op.args[9] if len(op.args) > 9 and not _backward(op) else None
+    if isinstance(sinks, TensorRef) and op.inputs[sinks.index][query.dim] > 1:
+        inputs[sinks.index] = query
+
+
+def attention_sinks_backward(op: OpView, degree: int, seed: Seed, shard: Shard) -> list[Option]:
+    """(dout [B,H,S,Ev], out, lse [B,H,S], sinks [B or 1,H,S or 1]) -> dsinks, a sum over what it has 1 of."""
+    factors = [Factor((1, 1, 1, 1), (1,))]
+    for dim in (0, 2):
+        whole = op.inputs[3][dim] == 1
+        factors.append(Factor((dim, dim, dim, None if whole else dim), ("sum" if whole else dim,)))
+    return from_factors(factors, op, degree, seed, shard)
 
 
 def _heads(op: OpView) -> tuple[int, int]:

@@ -140,6 +140,7 @@ TABLE: dict[Any, OpRule] = {
     ),
     own.attention.default: OpRule(own_ops.attention),
     own.attention_backward.default: OpRule(own_ops.attention),
+    own.attention_sinks_backward.default: OpRule(own_ops.attention_sinks_backward),
     own.cross_entropy.default: OpRule(own_ops.cross_entropy),
     own.cross_entropy_backward.default: OpRule(own_ops.cross_entropy_backward),
     own.dropout.default: OpRule(own_ops.dropout),

@@ -247,8 +247,6 @@ def attention_forward(
     """The "fxpar" attention: query [B, H, S, E], key, value [B, Hkv, S, E] -> [B, S, H, E]."""
     context = current()
     assert context is not None
-    if s_aux is not None:
-        raise context.unsupported("attention sinks (s_aux)", "Use a model without attention sinks.")
     _refuse_unknown(kwargs, context)
     rule = _mask_rule(module, query, attention_mask, is_causal, context)
     if rule is None:
@@ -258,9 +256,23 @@ def attention_forward(
     if position_bias is not None:
         mask = _with_bias(mask, position_bias)
     wanted = AttentionRule(
-        rule.causal, rule.window, float(softcap or 0.0), scaling, mask, rule.documents, float(dropout)
+        rule.causal,
+        rule.window,
+        float(softcap or 0.0),
+        scaling,
+        mask,
+        rule.documents,
+        float(dropout),
+        _sinks(s_aux, context),
     )
     return attend(query, key, value, wanted).transpose(1, 2).contiguous(), None
+
+
+def _sinks(s_aux: Tensor | None, context: CaptureContext) -> Tensor | None:
+    """One sink per head as attention takes them, [1, H, 1]."""
+    if s_aux is not None and s_aux.dim() != 1:
+        raise context.unsupported("attention with sinks (s_aux) that are not one per head", "Give a vector [H].")
+    return None if s_aux is None else s_aux[None, :, None]
 
 
 def _refuse_unknown(kwargs: dict[str, Any], context: CaptureContext) -> None:

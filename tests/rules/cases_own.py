@@ -76,7 +76,18 @@ def _attention() -> list[Case]:
                         note=f"{note} kv{kv_heads}",
                     )
                 )
+    for B, S in ((1, 1), (6, 1), (1, 5), (6, 5)):  # sinks per head, of each row, of each token
+        for kv in (6, 3):
+            made = lambda B=B, S=S, kv=kv: (*forward(6, 12, kv), x(B, 12, S))  # noqa: E731
+            cases.append(Case(own.attention.default, made, (2, 2), note=f"sinks {B} {S} kv{kv}"))
+        cases.append(Case(own.attention_sinks_backward.default, lambda B=B, S=S: _sinks(B, S), (2, 2), note=f"{B} {S}"))
     return cases
+
+
+def _sinks(B: int, S: int) -> tuple[Tensor, ...]:
+    sinks = x(B, 12, S)
+    out, lse = own.attention.default(*forward(6, 12, 3), sinks)
+    return x(*out.shape), out, lse, sinks
 
 
 def _labels(N: int, V: int) -> Tensor:
