@@ -27,8 +27,8 @@ Key j is visible to query i unless one of these hides it:
     document_ids   [B or 1, S] integers: i and j have different ids. Ids may come in any order
     mask           [B or 1, H or 1, Sq, Skv]: bool, False hides; or float, added to the score
 
-A query that sees no key has out 0, lse -inf (with a sink: the sink) and gradients 0. Sq may differ from Skv only without
-causal, window and document_ids. `mask` gets no gradient.
+A query that sees no key has out 0, lse -inf (with a sink: the sink) and gradients 0. Sq may differ
+from Skv only without causal, window and document_ids. `mask` gets no gradient.
 
 Memory: `out` and the gradients are laid out as [B, S, H, E] (what is returned is a transposed
 view), so `out.transpose(1, 2).reshape(B, S, H * E)` costs nothing. `lse` is [B, H, Sq], contiguous,

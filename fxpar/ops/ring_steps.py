@@ -40,7 +40,8 @@ _PLACE = (
     "float softcap"
 )
 _LIB.define(
-    f"attention_block(Tensor q, Tensor kv, Tensor? out, Tensor? lse, {_PLACE}, Tensor? sinks=None) -> (Tensor out, Tensor lse)",
+    f"attention_block(Tensor q, Tensor kv, Tensor? out, Tensor? lse, {_PLACE}, Tensor? sinks=None) "
+    "-> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIB.define(
