@@ -156,9 +156,9 @@ def _kernels(of: Callable[[], Any]) -> tuple[Callable[..., Any], Callable[..., A
     """Forward and backward on a device; `of()` is the module that has them."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, mask: Tensor | None, *rule: Any) -> Any:
-        *rule, sinks = rule if len(rule) == 5 else (*rule, None)
+        sinks = rule[4] if len(rule) > 4 else None
         check_inputs(q, k, v, ids, mask, rule[0], rule[1], sinks)
-        out, lse = of().forward(q, k, v, attention_cpu.MaskRule(ids, mask, *rule))
+        out, lse = of().forward(q, k, v, attention_cpu.MaskRule(ids, mask, *rule[:4]))
         if sinks is not None:
             join_sinks_(out, lse, sinks)
         return out, lse

@@ -106,8 +106,8 @@ class _Step:
 
 def _forward(of: Callable[[], Any]) -> Callable[..., Any]:
     def run(q: Tensor, kv: Tensor, out: Tensor | None, lse: Tensor | None, *place: Any) -> tuple[Tensor, Tensor]:
-        *place, sinks = place if len(place) == 10 else (*place, None)
-        step, kernels = _Step(q, kv, *place), of()
+        sinks = place[9] if len(place) > 9 else None
+        step, kernels = _Step(q, kv, *place[:9]), of()
         if out is None or lse is None:
             out, lse = kernels.forward(q, step.k, step.v, step.own)
             out = out.to(compute_dtype(q.dtype))

@@ -241,6 +241,7 @@ def attention_forward(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -263,16 +264,22 @@ def attention_forward(
         mask,
         rule.documents,
         float(dropout),
-        _sinks(s_aux, context),
+        _sinks(s_aux, sinks, context),
     )
     return attend(query, key, value, wanted).transpose(1, 2).contiguous(), None
 
 
-def _sinks(s_aux: Tensor | None, context: CaptureContext) -> Tensor | None:
-    """One sink per head as attention takes them, [1, H, 1]."""
-    if s_aux is not None and s_aux.dim() != 1:
-        raise context.unsupported("attention with sinks (s_aux) that are not one per head", "Give a vector [H].")
-    return None if s_aux is None else s_aux[None, :, None]
+def _sinks(per_head: Tensor | None, per_query: Tensor | None, context: CaptureContext) -> Tensor | None:
+    """Sinks as the op takes them, [B or 1, H, S or 1], from [H] and [B, H, S, 1]."""
+    found = [s for s in (per_head, per_query) if s is not None]
+    wanted = 1 if per_query is None else 4
+    if len(found) > 1 or any(sinks.dim() != wanted or (wanted == 4 and sinks.shape[-1] != 1) for sinks in found):
+        shapes = " and ".join(str(tuple(sinks.shape)) for sinks in found)
+        why = f"attention with sinks of the shape {shapes}"
+        raise context.unsupported(why, "Give one per head (s_aux [H]) or per query (sinks [B, H, S, 1]).")
+    if per_head is not None:
+        return per_head[None, :, None]
+    return None if per_query is None else per_query[..., 0]
 
 
 def _refuse_unknown(kwargs: dict[str, Any], context: CaptureContext) -> None:

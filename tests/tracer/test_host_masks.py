@@ -151,10 +151,32 @@ def test_attention_without_a_mask_is_that_of_torch(name):
     check(ATTENDING[name].double(), losses.causal_lm, [tokens(12), tokens(17)])
 
 
-@pytest.mark.parametrize("sinks", [lambda heads: heads.sum(-1), lambda heads: 2.0])
-def test_numbers_that_some_attention_computes_with_are_an_error(sinks):
-    with pytest.raises(errors.UnsupportedOpError, match="attention with 'sinks' cannot be captured"):
-        capture(Attending(sinks=sinks).double(), losses.causal_lm, tokens(8))
+@pytest.mark.parametrize("tilt", [lambda heads: heads.sum(-1), lambda heads: 2.0])
+def test_numbers_that_some_attention_computes_with_are_an_error(tilt):
+    with pytest.raises(errors.UnsupportedOpError, match="attention with 'tilt' cannot be captured"):
+        capture(Attending(tilt=tilt).double(), losses.causal_lm, tokens(8))
+
+
+def test_a_sink_per_query_is_one_key_more():
+    def dense(model, input_ids):
+        x = model.model.embed_tokens(input_ids)
+        heads = x.unflatten(-1, (4, 8)).transpose(1, 2)
+        behind = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
+        scores = (heads @ heads.mT / 8**0.5).masked_fill(behind, -torch.inf)
+        weights = torch.cat([scores, heads.sum(-1, keepdim=True)], -1).softmax(-1)[..., :-1]
+        return model.lm_head(x + (weights @ heads).transpose(1, 2).flatten(2))
+
+    model = Attending(sinks=lambda heads: heads.sum(-1, keepdim=True)).double()
+    alone = lambda model, batch: losses.causal_lm(lambda input_ids: dense(model, input_ids), batch)  # noqa: E731
+    batches = [{key: batch[key] for key in ("input_ids", "labels")} for batch in (tokens(12), tokens(17))]
+    graph = check(model, losses.causal_lm, batches, expected=alone)
+    assert attention_nodes(graph)
+
+
+@pytest.mark.parametrize("options", [{"s_aux": lambda heads: heads}, {"sinks": lambda heads: heads.sum(-1)}])
+def test_sinks_of_another_shape(options):
+    with pytest.raises(errors.UnsupportedOpError, match="attention with sinks of the shape"):
+        capture(Attending(**options).double(), losses.causal_lm, tokens(8))
 
 
 def test_prepared_mask_is_used_as_it_is():
