@@ -158,19 +158,17 @@ def test_numbers_that_some_attention_computes_with_are_an_error(tilt):
 
 
 def test_a_sink_per_query_is_one_key_more():
-    def dense(model, input_ids):
-        x = model.model.embed_tokens(input_ids)
+    def dense(model, batch):
+        x = model.model.embed_tokens(batch["input_ids"])
         heads = x.unflatten(-1, (4, 8)).transpose(1, 2)
         behind = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
         scores = (heads @ heads.mT / 8**0.5).masked_fill(behind, -torch.inf)
         weights = torch.cat([scores, heads.sum(-1, keepdim=True)], -1).softmax(-1)[..., :-1]
-        return model.lm_head(x + (weights @ heads).transpose(1, 2).flatten(2))
+        logits = model.lm_head(x + (weights @ heads).transpose(1, 2).flatten(2))
+        return losses.cross_entropy_sum(logits, batch["labels"])
 
     model = Attending(sinks=lambda heads: heads.sum(-1, keepdim=True)).double()
-    alone = lambda model, batch: losses.causal_lm(lambda input_ids: dense(model, input_ids), batch)  # noqa: E731
-    batches = [{key: batch[key] for key in ("input_ids", "labels")} for batch in (tokens(12), tokens(17))]
-    graph = check(model, losses.causal_lm, batches, expected=alone)
-    assert attention_nodes(graph)
+    assert attention_nodes(check(model, losses.causal_lm, [tokens(12), tokens(17)], expected=dense))
 
 
 @pytest.mark.parametrize("options", [{"s_aux": lambda heads: heads}, {"sinks": lambda heads: heads.sum(-1)}])
