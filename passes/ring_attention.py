@@ -32,7 +32,7 @@ from fxpar.ir.graph import DOCUMENTS, POSITIONS, AnnotatedGraph, TensorMeta
 from fxpar.ir.node_meta import dist_of, local_meta, local_tensor, tensor_of
 from fxpar.ir.pass_base import Tier
 from fxpar.ops.attention_cpu import compute_dtype
-from fxpar.ops.traits import ATTENTION
+from fxpar.ops.traits import ATTENTION, DOCUMENTS_AT
 from fxpar.rules.view import documents_read, ring_of
 
 aten, own = torch.ops.aten, torch.ops.fxpar
@@ -90,8 +90,7 @@ class _Emitter:
         self.graph, self.node, self.ring = graph.graph, node, ring
         self.degree = graph.strategy.mesh.degree(ring)
         args: Any = node.args
-        first = 6 if ATTENTION[node.target] else 3  # type: ignore[index]
-        documents, _mask, causal, window, scale, softcap, *self.sinks = args[first:]
+        documents, _mask, causal, window, scale, softcap, *self.sinks = args[DOCUMENTS_AT[node.target] :]
         self.place = (documents, positions, f"#{ring}")
         self.rule = (causal, window, scale, softcap)
 

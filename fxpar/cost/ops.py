@@ -21,12 +21,14 @@ from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import Size, TensorMeta
 from fxpar.ir.node_meta import local_meta
 from fxpar.ir.pass_base import tensor_operands
+from fxpar.ops.recurrence import CHUNK, CHUNK_BY_ROW
 from fxpar.ops.traits import (
     ADDED_PRODUCTS,
     ATTENTION,
     CONVOLUTIONS,
     MATRIX_PRODUCTS,
     READS_ROWS,
+    RECURRENCES,
     RING_STEPS,
     Flops,
     ask,
@@ -79,13 +81,16 @@ def flops(node: fx.Node, shape: SizesOf, block: float = 0) -> Fraction | int:
         return 2 * first[-1] * math.prod(shape(_meta(node)))
     if node.target in CONVOLUTIONS:
         return _convolution(node, shape)
+    if node.target in RECURRENCES:
+        return _recurrence(node, shape)
     count = declared(node.target).flops
     return 0 if count is None else _declared(node, count, shape)
 
 
 def is_plain(target: Any) -> bool:
     """Whether `flops` of a call follow from the shapes of its result and of its first two tensors alone."""
-    return not is_attention(target) and target not in CONVOLUTIONS and declared(target).flops is None
+    read = is_attention(target) or target in CONVOLUTIONS or target in RECURRENCES
+    return not read and declared(target).flops is None
 
 
 def _attention(node: fx.Node, shape: SizesOf, block: float) -> Fraction:
@@ -115,6 +120,18 @@ def _declared(node: fx.Node, given: Flops, shape: SizesOf) -> Fraction:
     if not 0 <= count < math.inf:  # no NaN either
         raise CostModelError(f"operations of {node.target}", float(count))
     return Fraction(count)
+
+
+def _recurrence(node: fx.Node, shape: SizesOf) -> int:
+    """Scores and their use inside a chunk, half of them seen; the state read and written. Backward: states again, then
+    two products for one.
+    """
+    first = RECURRENCES[node.target]  # type: ignore[index]
+    (B, T, _, K), _, (_, _, H, V), (*_, rows) = (shape(_meta(a)) for a in node.args[first : first + 4])
+    chunk = CHUNK if rows == 1 else CHUNK_BY_ROW
+    products = 2 if node.args[-1] else 1  # the delta rule reads with keys what it reads with queries
+    forward = 2 * B * T * H * (products * (chunk * (K + V) // 2 + K * V) + K * V)
+    return 4 * forward if first else forward
 
 
 def _convolution(node: fx.Node, shape: SizesOf) -> int:

@@ -55,10 +55,26 @@ def attention(call: FlowCall) -> Flows | None:
     if call.packs:
         if documents is not None and not numbered and documents.everywhere is None:
             return row(call.node, "is told documents that the model makes")
-        call.at("attention")
+        call.at("documents")
     elif not args[5] and not numbered:
         return row(call.node, "lets tokens see the ones behind them")
     return (Flow(dims=rows),) * 2
+
+
+def recurrence(call: FlowCall) -> Flows | None:
+    """`fxpar::recurrence`, `fxpar::causal_conv`: a token sees those before it, in its document once told documents."""
+    documents = call.node.args[traits.DOCUMENTS_AT[call.node.target]]
+    values = call.flows if documents is None else call.flows[:-1]
+    dim = 2 if call.node.target is own.causal_conv.default else 1
+    rows, batch = (Shard(dim),), (Shard(0),)
+    if all(f.dims in ((), batch) for f in call.flows):
+        return Flow(dims=max(f.dims for f in values)) if any(f.dims for f in values) else None
+    if any(f.dims not in ((), rows) or (f.dims and not call.is_token(i, dim)) for i, f in enumerate(values)):
+        return row(call.node, "runs over more than tokens")
+    if documents is not None and call.flows[-1].kind != "number":
+        return row(call.node, "is told documents that the model makes")
+    call.at("documents")
+    return Flow(dims=rows)
 
 
 def softmax(call: FlowCall) -> Flows | None:
@@ -210,6 +226,8 @@ def _of_tokens(call: FlowCall) -> Flows | None:
 
 STATEMENTS: dict[Any, Statement] = {
     own.attention.default: attention,
+    own.recurrence.default: recurrence,
+    own.causal_conv.default: recurrence,
     own.dropout.default: dropout,
     own.embedding.default: lookup,
     aten._softmax.default: softmax,
@@ -229,7 +247,7 @@ STATEMENTS: dict[Any, Statement] = {
 }
 """Op -> what is known of it."""
 
-ORDERED = {op for op, statement in STATEMENTS.items() if statement in (running, triangle)}
+ORDERED = {op for op, statement in STATEMENTS.items() if statement in (running, triangle, recurrence)}
 """Of these, ops that make something else of tokens in another order. Positions, and rows of a table by position, come
 from the batch in a packed graph.
 """
@@ -249,7 +267,7 @@ UNREAD = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, 
 MOVES = traits.TAKES | {aten._to_copy.default, operator.getitem}
 """Ops whose result has the elements of operand 0, cast at most."""
 
-NUMBERED = MOVES | {aten.eq.Tensor, aten.ne.Tensor, own.attention.default}
+NUMBERED = MOVES | {aten.eq.Tensor, aten.ne.Tensor, *traits.DOCUMENTS_AT}
 """Ops that may be given the numbers of documents: they ask at most which are equal."""
 
 LINEAR = traits.TAKES | {

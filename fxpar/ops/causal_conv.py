@@ -31,9 +31,9 @@ _LIB.define(
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor | None) -> None:
-    sizes = (x.shape[1], weight.shape[0], *(() if bias is None else bias.shape))
-    known = [size for size in sizes if isinstance(size, int)]
-    if x.dim() != 3 or weight.dim() != 2 or (bias is not None and bias.dim() != 1) or len(set(known)) > 1:
+    sizes = (*x.shape[1:2], *weight.shape[:1], *(() if bias is None else bias.shape))
+    known = {size for size in sizes if isinstance(size, int)}
+    if x.dim() != 3 or weight.dim() != 2 or (bias is not None and bias.dim() != 1) or len(known) > 1:
         shapes = [None if t is None else tuple(t.shape) for t in (x, weight, bias)]
         raise OpInputError("causal_conv", f"{shapes} are not [B, C, T], [C, W] and [C] or None")
     if ids is not None and ids.dim() != 2:

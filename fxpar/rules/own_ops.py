@@ -142,6 +142,42 @@ def _by_group(op: OpView, degree: int) -> Option | None:
     return _place(op, query, None, 1)
 
 
+def recurrence(op: OpView, degree: int, seed: Seed, shard: Shard) -> list[Option]:
+    """(dout?, q [B,T,Hk,K], k, v [B,T,H,V], decay [B,T,H,1 or K], beta [B,T,H], documents?): batch or heads.
+
+    Where one query and key head serves all, it stays whole, and its gradient is a sum over the heads.
+    """
+    backward = len(op.outputs) == 5
+    first = int(backward)
+    shared = op.inputs[first][2] == 1 < op.inputs[first + 2][2]
+    keys, dkeys = (None, "sum") if shared else (2, 2)
+    rows = 0 if len(op.inputs) > first + 5 and op.inputs[-1][0] > 1 else None
+    documents = [rows] * (len(op.inputs) - first - 5)
+    heads = [None] * len(documents)
+    before: list = [0] * first, [2] * first
+    outputs: tuple = ((0,) * 5, (dkeys, dkeys, 2, 2, 2)) if backward else ((0,), (2,))
+    factors = [
+        Factor((*before[0], *(0,) * 5, *documents), outputs[0]),
+        Factor((*before[1], keys, keys, 2, 2, 2, *heads), outputs[1]),
+    ]
+    return from_factors(factors, op, degree, seed, shard)
+
+
+def causal_conv(op: OpView, degree: int, seed: Seed, shard: Shard) -> list[Option]:
+    """(dout?, x [B,C,T], weight [C,W], bias [C]?, documents?): batch or channels."""
+    backward = len(op.outputs) == 2
+    values = 2 if backward else 1
+    by_batch: list = [0] * values
+    by_channel: list = [1] * values
+    for shape, arg in zip(op.inputs[values:], [a for a in op.args[values:] if isinstance(a, TensorRef)], strict=True):
+        documents = arg == op.args[3]
+        by_batch.append(0 if documents and shape[0] > 1 else None)
+        by_channel.append(None if documents else 0)
+    outputs: tuple = ((0, "sum"), (1, 0)) if backward else ((0,), (1,))
+    factors = [Factor(tuple(by_batch), outputs[0]), Factor(tuple(by_channel), outputs[1])]
+    return from_factors(factors, op, degree, seed, shard)
+
+
 def cross_entropy(op: OpView, degree: int, seed: Seed, shard: Shard) -> list[Option]:
     """(logits [N, V], target [N], class_ids [V]) -> (lse [N], picked [N]): rows, or classes without a gather."""
     factors = [Factor((0, 0, None), (0, 0)), Factor((1, None, 0), ("logsumexp", "sum"), sections=False)]

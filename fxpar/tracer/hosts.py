@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from fxpar.torch_api.symbolic import known_equal
 from fxpar.torch_api.tracing import is_computed_from
 from fxpar.tracer.attention import AttentionRule, attend
-from fxpar.tracer.context import CaptureContext, MaskRule, current
+from fxpar.tracer.context import CaptureContext, MaskRule, attribute, current
 from fxpar.tracer.counts import is_filled
 from fxpar.tracer.documents import documents_of_positions, with_batch_documents
+from fxpar.tracer.scans import scans_as_ops
 
 NAME = "fxpar"
 EAGER = "fxpar_eager"  # of models whose own attention is "eager": a part of them may add the mask to its scores
@@ -59,10 +60,11 @@ def host_models(model: nn.Module) -> Iterator[None]:
         for config, switch in _configs(models):
             if switch:
                 name = EAGER if config._attn_implementation == "eager" else NAME
-                stack.enter_context(_attribute(config, "_attn_implementation_internal", name))
+                stack.enter_context(attribute(config, "_attn_implementation_internal", name))
             if hasattr(config, "use_cache"):
-                stack.enter_context(_attribute(config, "use_cache", False))
+                stack.enter_context(attribute(config, "use_cache", False))
         stack.enter_context(_described_masks())
+        stack.enter_context(scans_as_ops(model))
         yield
 
 
@@ -71,21 +73,6 @@ def _restore_item(mapping: dict[str, Any], key: str, value: Any) -> None:
         mapping.pop(key, None)
     else:
         mapping[key] = value
-
-
-@contextmanager
-def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute inside the block and put the old one back after."""
-    missing = object()
-    old = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if old is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, old)
 
 
 def _configs(models: list[Any]) -> list[tuple[Any, bool]]:
@@ -126,8 +113,8 @@ def _described_masks() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, rule in describe.items():
             if hasattr(masks, name):
-                stack.enter_context(_attribute(masks, name, _describing(getattr(masks, name), rule)))
-        stack.enter_context(_attribute(masks, "find_packed_sequence_indices", packed_documents))
+                stack.enter_context(attribute(masks, name, _describing(getattr(masks, name), rule)))
+        stack.enter_context(attribute(masks, "find_packed_sequence_indices", packed_documents))
         yield
 
 
