@@ -203,6 +203,12 @@ def slice_scatter_factors(op: OpView) -> list[Factor]:
     return [Factor((d, d), (d,)) for d in range(len(op.inputs[0])) if d != dim]
 
 
+def select_scatter_factors(op: OpView) -> list[Factor]:
+    """aten.select_scatter(x, src, dim, index): every dim but `dim`, which src lacks."""
+    dim = op.dim(op.arg(2, "dim"))
+    return [Factor((d, d - (d > dim)), (d,)) for d in range(len(op.inputs[0])) if d != dim]
+
+
 def other_dims_factors(op: OpView, *dims: int) -> list[Factor]:
     """Every dim but `dims`, unchanged in the results."""
     return [Factor((d,), (d,) * len(op.outputs)) for d in range(len(op.inputs[0])) if d not in dims]
@@ -245,6 +251,7 @@ __all__ = [
     "select_factors",
     "slice_",
     "slice_backward",
+    "select_scatter_factors",
     "slice_scatter_factors",
     "sort_factors",
     "split",

@@ -99,6 +99,7 @@ TABLE: dict[Any, OpRule] = {
     aten.slice.Tensor: OpRule(slicing.slice_, _first),
     aten.slice_backward.default: OpRule(slicing.slice_backward, _first),
     aten.slice_scatter.default: _by(slicing.slice_scatter_factors),
+    aten.select_scatter.default: _by(slicing.select_scatter_factors),
     aten.select.int: _by(slicing.select_factors, _first),
     aten.select_backward.default: _by(slicing.select_backward_factors, _first),
     aten.unbind.int: _by(slicing.select_factors, _first),
