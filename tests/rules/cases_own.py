@@ -112,19 +112,19 @@ def _recurrence(
 def _scans() -> list[Case]:
     cases = []
     for sizes, at_least in (((6, 6, 6), 2), ((6, 6, 12), 2), ((6, 1, 12), 2), ((1, 5, 5), 0), ((1, 1, 6, 3), 1)):
-        for ids in (None, *({1, sizes[0]} if sizes[0] > 1 else {1})):
-            rows = None if ids is None else documents(ids)[0]
+        for told in (None, *sorted({1, sizes[0]})):
+            rows = None if told is None else documents(told)[0]
             forward = lambda sizes=sizes, rows=rows: _recurrence(*sizes, ids=rows)  # noqa: E731
             backward = lambda make=forward: (x(*make()[2].shape), *make())  # noqa: E731
-            note = f"{sizes}, {ids} rows of documents"
+            note = f"{sizes}, {told} rows of documents"
             cases.append(Case(own.recurrence.default, forward, (at_least, at_least), note=note))
             cases.append(Case(own.recurrence_backward.default, backward, (at_least, at_least), note=note))
-    for bias, ids in ((None, None), (x(12), 6), (x(12), 1)):
-        rows = None if ids is None else documents(ids)[0]
+    for bias, told in ((None, None), (x(12), 6), (x(12), 1)):
+        rows = None if told is None else documents(told)[0]
         conv = lambda bias=bias, rows=rows: (x(6, 12, 5), x(12, 4), bias, rows)  # noqa: E731
         back = lambda rows=rows: (x(6, 12, 5), x(6, 12, 5), x(12, 4), rows)  # noqa: E731
-        cases.append(Case(own.causal_conv.default, conv, (2, 2), note=f"{ids} rows of documents"))
-        cases.append(Case(own.causal_conv_backward.default, back, (2, 2), note=f"{ids} rows of documents"))
+        cases.append(Case(own.causal_conv.default, conv, (2, 2), note=f"{told} rows of documents"))
+        cases.append(Case(own.causal_conv_backward.default, back, (2, 2), note=f"{told} rows of documents"))
     return cases
 
 
