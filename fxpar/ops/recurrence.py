@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -108,10 +109,11 @@ def _by_head(heads: int, *values: Tensor) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def _run(
-    state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, at: _Chunk, delta: bool
-) -> tuple[Tensor, Tensor]:
-    """(out [B, H, tokens, V], state behind them) of one chunk, from the state [B, H, K, V] before it."""
+def _run(at: _Chunk, delta: bool, state: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
+    """(out [B, H, tokens, V], state behind them) of one chunk, from the state [B, H, K, V] before it and its part of
+    q, k, v, decay and beta.
+    """
+    q, k, v, decay, beta = operands
     sums = decay.cumsum(2)
     apart = sums[:, :, :, None] - sums[:, :, None]  # [B, H, queries, keys, 1 or K]
     seen = (at.document[:, :, None] == at.document[:, None]).tril()[:, None, :, :, None]
@@ -150,7 +152,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, ids: 
     operands = _by_head(v.shape[2], q, k, v, decay, beta)
     state = _first_state(operands[0], operands[2])
     for at in _chunks(ids, v, _size(decay)):
-        found, state = _run(state, *at.of(*operands), at, delta)
+        found, state = _run(at, delta, state, *at.of(*operands))
         out[:, at.start : at.end] = found.transpose(1, 2)
     return out
 
@@ -166,11 +168,11 @@ def _backward(
     chunks = list(_chunks(ids, v, _size(decay)))
     states = [_first_state(operands[0], operands[2])]
     for at in chunks[:-1]:
-        states.append(_run(states[-1], *at.of(*operands), at, delta)[1])
+        states.append(_run(at, delta, states[-1], *at.of(*operands))[1])
     dstate = torch.zeros_like(states[0])
     for at, state in zip(reversed(chunks), reversed(states), strict=False):
-        _, derive = torch.func.vjp(lambda *values, at=at: _run(*values, at, delta), state, *at.of(*operands))
-        dstate, *terms = derive((*at.of(wide), dstate))
+        derived: Any = torch.func.vjp(partial(_run, at, delta), state, *at.of(*operands))
+        dstate, *terms = derived[1]((*at.of(wide), dstate))
         for whole, term in zip(grads, terms, strict=True):
             whole[:, :, at.start : at.end] = term
     return tuple(_by_token(grad, x) for grad, x in zip(grads, given, strict=True))

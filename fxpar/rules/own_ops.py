@@ -154,11 +154,10 @@ def recurrence(op: OpView, degree: int, seed: Seed, shard: Shard) -> list[Option
     rows = 0 if len(op.inputs) > first + 5 and op.inputs[-1][0] > 1 else None
     documents = [rows] * (len(op.inputs) - first - 5)
     heads = [None] * len(documents)
-    before: list = [0] * first, [2] * first
     outputs: tuple = ((0,) * 5, (dkeys, dkeys, 2, 2, 2)) if backward else ((0,), (2,))
     factors = [
-        Factor((*before[0], *(0,) * 5, *documents), outputs[0]),
-        Factor((*before[1], keys, keys, 2, 2, 2, *heads), outputs[1]),
+        Factor((*[0] * first, *(0,) * 5, *documents), outputs[0]),
+        Factor((*[2] * first, keys, keys, 2, 2, 2, *heads), outputs[1]),
     ]
     return from_factors(factors, op, degree, seed, shard)
 

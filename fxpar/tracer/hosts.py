@@ -52,6 +52,7 @@ def host_models(model: nn.Module) -> Iterator[None]:
             (ALL_ATTENTION_FUNCTIONS, EAGER, attention_forward),
             (ALL_MASK_ATTENTION_FUNCTIONS, NAME, mask_forward),
             (ALL_MASK_ATTENTION_FUNCTIONS, EAGER, added_mask_forward),
+            (ALL_MASK_ATTENTION_FUNCTIONS, "eager", added_mask_forward),  # models that write their attention out
             (ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", mask_forward),  # models that call torch's attention themselves
         ):
             mapping: dict[str, Any] = type(interface)._global_mapping
