@@ -144,6 +144,8 @@ def tiny(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
     result.update(_per_layer(defaults, layers))
     if "conv_L_cache" in defaults and set(result.get("layer_types", ())) == {"full_attention"}:
         result["layer_types"][0] = "conv"  # published models have both kinds, the defaults only one
+    if defaults.get("attention_type") == "block_sparse":
+        result["attention_type"] = "original_full"  # of short sequences; at run time the type makes new modules for it
     if {"num_heads", "head_dim", "expand"} <= set(defaults):
         result["expand"] = 1  # its heads are those of the scan, as wide as the hidden size
     if "n_mamba_heads" in defaults and "layers_block_type" in result and "attn_layer_period" in defaults:
