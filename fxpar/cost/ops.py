@@ -26,6 +26,7 @@ from fxpar.ops.traits import (
     ADDED_PRODUCTS,
     ATTENTION,
     CONVOLUTIONS,
+    DOCUMENTS_AT,
     MATRIX_PRODUCTS,
     READS_ROWS,
     RECURRENCES,
@@ -102,7 +103,8 @@ def _attention(node: fx.Node, shape: SizesOf, block: float) -> Fraction:
     else:
         first = ATTENTION[node.target]  # type: ignore[index]
         q, (_, _, tokens, _), v = (shape(_meta(operand)) for operand in args[first : first + 3])
-        widths, steps, (causal, window) = q[3] + v[3], 1, args[3 * first + 5 : 3 * first + 7]
+        _, _, causal, window, *_ = args[DOCUMENTS_AT[node.target] :]
+        widths, steps = q[3] + v[3], 1
     if window:
         keys = Fraction(window if causal else 2 * window, steps)
     else:
@@ -123,14 +125,15 @@ def _declared(node: fx.Node, given: Flops, shape: SizesOf) -> Fraction:
 
 
 def _recurrence(node: fx.Node, shape: SizesOf) -> int:
-    """Scores and their use inside a chunk, half of them seen; the state read and written. Backward: states again, then
-    two products for one.
+    """Scores inside a chunk and their use, the state read and written; the delta rule makes scores of keys too, reads
+    the state with them, and solves for what is written. Backward: states again, then two products for one.
     """
     first = RECURRENCES[node.target]  # type: ignore[index]
     (B, T, _, K), _, (_, _, H, V), (*_, rows) = (shape(_meta(a)) for a in node.args[first : first + 4])
     chunk = CHUNK if rows == 1 else CHUNK_BY_ROW
-    products = 2 if node.args[-1] else 1  # the delta rule reads with keys what it reads with queries
-    forward = 2 * B * T * H * (products * (chunk * (K + V) // 2 + K * V) + K * V)
+    delta = int(bool(node.args[-1]))
+    per_token = chunk * ((1 + delta) * K + V) + (2 + delta) * K * V + delta * chunk * V // 2
+    forward = 2 * B * T * H * per_token
     return 4 * forward if first else forward
 
 

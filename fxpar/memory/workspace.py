@@ -14,6 +14,7 @@ from torch import fx
 import fxpar.ops  # noqa: F401  registers torch.ops.fxpar
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.node_meta import local_meta
+from fxpar.ops.traits import DOCUMENTS_AT
 
 own, aten = torch.ops.fxpar, torch.ops.aten
 Shape = tuple[int, ...]
@@ -93,7 +94,7 @@ def _attention_bytes(node: fx.Node, shape: Sizes, given: Conditions, first: int)
     q, k, v = (shape(a) for a in args[first : first + 3])
     dtype, wide = _meta(args[first]).dtype, _wide(_meta(args[first]).dtype)
     backward = first == 1
-    ids, mask, _, window, _, softcap = args[6:] if backward else args[3:9]
+    ids, mask, _, window, _, softcap, *_ = args[DOCUMENTS_AT[node.target] :]
     whole, pieces = q[2], 0
     if ids is not None and given.longest is not None and given.longest < whole:
         # One document at a time, the results in tensors of their own.

@@ -146,7 +146,8 @@ def _size(decay: Tensor) -> int:
     return CHUNK if decay.shape[3] == 1 else CHUNK_BY_ROW
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, ids: Tensor | None, delta: bool) -> Tensor:
+def forward(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, ids: Tensor | None, delta: bool) -> Tensor:
+    """The kernel of `fxpar::recurrence`."""
     _check(q, k, v, decay, beta, ids)
     out = v.new_empty(v.shape)
     operands = _by_head(v.shape[2], q, k, v, decay, beta)
@@ -202,7 +203,7 @@ def _forward_fake(
 
 
 for _device in ("CPU", "CUDA"):
-    _LIB.impl("recurrence", _forward, _device)
+    _LIB.impl("recurrence", forward, _device)
     _LIB.impl("recurrence_backward", _backward, _device)
 torch.library.register_fake("fxpar::recurrence", _forward_fake, lib=_LIB)
 torch.library.register_fake(
