@@ -11,7 +11,6 @@ import sympy
 import torch
 from torch import fx
 
-import fxpar.ops  # noqa: F401  registers torch.ops.fxpar
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.node_meta import local_meta
 from fxpar.ops.traits import DOCUMENTS_AT
