@@ -142,8 +142,9 @@ def tiny(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
     vocab = _first(result, ("vocab_size",), VOCAB)
     result.update(_token_ids(defaults, vocab))
     result.update(_per_layer(defaults, layers))
-    if "conv_L_cache" in defaults and set(result.get("layer_types", ())) == {"full_attention"}:
-        result["layer_types"][0] = "conv"  # published models have both kinds, the defaults only one
+    if "conv_L_cache" in defaults and set(result.get("layer_types") or ["full_attention"]) == {"full_attention"}:
+        # Published models have both kinds, the defaults only one.
+        result["layer_types"] = ["conv", *["full_attention"] * (layers - 1)]
     if defaults.get("attention_type") == "block_sparse":
         result["attention_type"] = "original_full"  # of short sequences; at run time the type makes new modules for it
     if {"num_heads", "head_dim", "expand"} <= set(defaults):
