@@ -26,6 +26,8 @@ from fxpar.passes.casts import Casts
 from fxpar.passes.chunk_loss import ChunkLoss
 from fxpar.passes.cleanup import Cleanup
 from fxpar.passes.global_to_local import GlobalToLocal
+from fxpar.passes.hide_reductions import HideReductions
+from fxpar.passes.hoist_collectives import HoistCollectives
 from fxpar.passes.insert_reshards import InsertReshards
 from fxpar.passes.lower_collectives import LowerCollectives
 from fxpar.passes.mask_padding import MaskPadding
@@ -75,9 +77,11 @@ def default_passes(
         ChunkLoss(),
         Rematerialize(at),
         BucketCollectives(),
+        HoistCollectives(),
         ReuseBuffers(),
         SinkWaits(),
         PrefetchGathers(),
+        HideReductions(),
         Offload(at),
         WriteInPlace(),
     ]
