@@ -144,11 +144,8 @@ def part(call: FlowCall) -> Flows | None:
     start, end, step = call.argument(2, "start") or 0, call.argument(3, "end"), call.argument(4, "step", 1)
     if any(s.dim == d for s in x.dims):
         # A number of tokens may be longer than any sequence, and shorter than a row.
-        whole = (
-            start in (0, -call.shapes[0][d])
-            and step == 1
-            and (end is None or end == call.shapes[0][d] or end == _TO_THE_END)
-        )
+        size = call.shapes[0][d]
+        whole = start in (0, -size) and step == 1 and (end is None or end in (size, _TO_THE_END))
         return None if whole else row(call.node, "takes a part of the tokens")
     if not call.depends(call.meta.shape[d]):
         return None
