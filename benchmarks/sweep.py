@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -46,7 +47,7 @@ from fxpar.tracer import capture
 
 STRATEGIES = ("dp2", "tp2", "tp2+sp", "cp2", "pp2")
 EAGER_LIMIT = 1e-5  # the model rounds its float32 islands in its own order
-WIDE_LIMIT = 1e-10  # of a model that is off by more: both run once more without float32 islands
+WIDE_LIMIT = 1e-10  # of one that is off by more, or mixes both dtypes: the two run once more without float32 islands
 TOKENS = (31, 22)
 
 
@@ -59,14 +60,17 @@ def sweep_one(name: str) -> dict[str, Any]:
     except Exception as error:  # the model's own errors too: a line says why it does not run
         return {"status": "refused", "why": _line(error)}
     alone = [document for row in model.batches for document in split_documents(logical.inputs, row)]
+    eager, wide, why = math.inf, 0.0, ""
     try:
         eager = _off(logical, model, alone)
-        wide = 0.0
-        if not eager < EAGER_LIMIT:
+    except Exception as error:
+        why = _line(error)
+    if not eager < EAGER_LIMIT:
+        try:
             with WithoutFloat32():
                 wide = _off(capture(module, model.loss_fn, model.example_batch, name=model.name), model, alone)
-    except Exception as error:
-        return {"status": "refused", "why": f"the model itself does not run in float64: {_line(error)}"}
+        except Exception as error:
+            return {"status": "refused", "why": f"the model itself does not run in float64: {why or _line(error)}"}
     rows, unpacked = packed_if_proved(widen(logical))
     results = {}
     for strategy in STRATEGIES:

@@ -33,7 +33,16 @@ class EagerComparison:
 
 
 class WithoutFloat32(TorchFunctionMode):
-    """Inside, what code asks for in float32 is made in float64, so that a model in float64 rounds nowhere."""
+    """Inside, what code asks for in float32, or in no dtype, is float64, so that a model in float64 rounds nowhere."""
+
+    def __enter__(self) -> Any:
+        self._dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.set_default_dtype(self._dtype)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
