@@ -26,7 +26,7 @@ from fxpar.tracer.attention import AttentionRule, attend
 from fxpar.tracer.context import CaptureContext, MaskRule, attribute, current
 from fxpar.tracer.counts import is_filled
 from fxpar.tracer.documents import documents_of_positions, with_batch_documents
-from fxpar.tracer.scans import scans_as_ops
+from fxpar.tracer.hosts_scans import scans_as_ops
 
 NAME = "fxpar"
 EAGER = "fxpar_eager"  # of models whose own attention is "eager": a part of them may add the mask to its scores
