@@ -41,6 +41,7 @@ from fxpar.ir.graph import (
     dim_symbol,
 )
 from fxpar.ir.node_meta import is_size, size_of, tensor_of
+from fxpar.ops.traits import DOCUMENTS_AT
 from fxpar.torch_api.modules import lazy_module
 
 aten = torch.ops.aten
@@ -128,29 +129,31 @@ class _Rewrite:
             )
         self.first_row: fx.Node | None = None
         sliced = self._sliced_tables()
+        # Backwards of what is told: behind the gradient they have the same operands.
+        told = {node.args[:2] for node, site in self.flow.sites.items() if site == "documents"}
         for old, node in self.new.items():
             site = self.flow.sites.get(old)
             if site == "positions":
                 self._positions(node)
-            elif site == "attention" and not self._has_own(node, 3):
-                node.args = (*node.args[:3], self.documents, *node.args[4:])
+            elif site == "documents":
+                self._tell(node)
             elif site == "softmax":
                 self._softmax(old, node)
             elif site == "count":
                 self._count(old, node)
             elif site == "table":
                 self._table(node)
-            elif node.op == "call_function" and node.target is own.attention_backward.default:
-                site = self.flow.sites.get(old.args[4].args[0])  # type: ignore[union-attr]
-                if site == "attention" and not self._has_own(node, 6):
-                    node.args = (*node.args[:6], self.documents, *node.args[7:])
+            elif node.op == "call_function" and node.target in DOCUMENTS_AT and old.args[1:3] in told:
+                self._tell(node)
             elif node.op == "call_function" and node.target is aten.slice_backward.default and _key(old) in sliced:
                 self._table_backward(node)
         return inputs
 
-    def _has_own(self, node: fx.Node, at: int) -> bool:
-        """Whether a call of the user's has documents of its own, which then stay; padding is one more of them."""
-        return isinstance(self.logical, ForwardGraph) and node.args[at] is not None
+    def _tell(self, node: fx.Node) -> None:
+        """Tell a call the documents. A call of the user's may have its own, which stay; padding is one more of them."""
+        at = DOCUMENTS_AT[node.target]
+        if not (isinstance(self.logical, ForwardGraph) and node.args[at] is not None):
+            node.args = (*node.args[:at], self.documents, *node.args[at + 1 :])
 
     # ------------------------------------------------------------------------------------------------- inputs
     def _placeholders(self) -> tuple[Input, ...]:

@@ -19,6 +19,7 @@ are those of one call but for rounding.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -31,7 +32,7 @@ from fxpar.ir.graph import DOCUMENTS, POSITIONS, AnnotatedGraph, TensorMeta
 from fxpar.ir.node_meta import dist_of, local_meta, local_tensor, tensor_of
 from fxpar.ir.pass_base import Tier
 from fxpar.ops.attention_cpu import compute_dtype
-from fxpar.ops.traits import ATTENTION
+from fxpar.ops.traits import ATTENTION, DOCUMENTS_AT
 from fxpar.rules.view import documents_read, ring_of
 
 aten, own = torch.ops.aten, torch.ops.fxpar
@@ -89,7 +90,7 @@ class _Emitter:
         self.graph, self.node, self.ring = graph.graph, node, ring
         self.degree = graph.strategy.mesh.degree(ring)
         args: Any = node.args
-        *_, documents, _mask, causal, window, scale, softcap = args
+        documents, _mask, causal, window, scale, softcap, *self.sinks = args[DOCUMENTS_AT[node.target] :]
         self.place = (documents, positions, f"#{ring}")
         self.rule = (causal, window, scale, softcap)
 
@@ -101,7 +102,7 @@ class _Emitter:
             coming: Any = self._shift(kv) if step < self.degree - 1 else None
             wide = TensorMeta(out_meta.shape, compute_dtype(out_meta.dtype))
             metas = (out_meta if coming is None else wide, lse_meta)
-            found = self._block(own.attention_block.default, (q, kv, *found), step, metas)
+            found = self._block(own.attention_block.default, (q, kv, *found), step, metas, () if coming else self.sinks)
             kv = coming
         self._results(found)
 
@@ -162,8 +163,10 @@ class _Emitter:
     def _add(self, one: fx.Node, other: fx.Node) -> fx.Node:
         return self._call(aten.add.Tensor, (one, other), local_tensor(one))
 
-    def _block(self, op: Any, operands: tuple[Any, ...], step: int, metas: tuple[TensorMeta, ...]) -> list[fx.Node]:
-        node = self._call(op, (*operands, *self.place, step, self.degree, *self.rule), metas)
+    def _block(
+        self, op: Any, operands: tuple[Any, ...], step: int, metas: tuple[TensorMeta, ...], sinks: Iterable[Any] = ()
+    ) -> list[fx.Node]:
+        node = self._call(op, (*operands, *self.place, step, self.degree, *self.rule, *sinks), metas)
         return [self._call(operator.getitem, (node, i), meta) for i, meta in enumerate(metas)]
 
     def _results(self, found: list[Any]) -> None:

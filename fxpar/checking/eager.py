@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fxpar.errors import ExampleRunError, FxparError
 from fxpar.ir.exec_graph import compile_graph
@@ -28,6 +30,26 @@ class EagerComparison:
     grad_max_rel_err: float
     worst_param: str
     factor: float = 1.0
+
+
+class WithoutFloat32(TorchFunctionMode):
+    """Inside, what code asks for in float32, or in no dtype, is float64, so that a model in float64 rounds nowhere."""
+
+    def __enter__(self) -> Any:
+        self._dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.set_default_dtype(self._dtype)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func, args = Tensor.double, args[:1]
+        args = [torch.float64 if value is torch.float32 else value for value in args]
+        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
 
 
 def compare_with_eager(

@@ -21,14 +21,17 @@ from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import Size, TensorMeta
 from fxpar.ir.node_meta import local_meta
 from fxpar.ir.pass_base import tensor_operands
+from fxpar.ops.recurrence import CHUNK, CHUNK_BY_ROW
 from fxpar.ops.traits import (
     ADDED_PRODUCTS,
     ATTENTION,
     CONVOLUTIONS,
+    DOCUMENTS_AT,
     EXPERT_PRODUCTS,
     EXPERT_PRODUCTS_BACKWARD,
     MATRIX_PRODUCTS,
     READS_ROWS,
+    RECURRENCES,
     RING_STEPS,
     Flops,
     ask,
@@ -83,25 +86,28 @@ def flops(node: fx.Node, shape: SizesOf, block: float = 0) -> Fraction | int:
         return 2 * first[-1] * math.prod(shape(_meta(node)))
     if node.target in CONVOLUTIONS:
         return _convolution(node, shape)
+    if node.target in RECURRENCES:
+        return _recurrence(node, shape)
     count = declared(node.target).flops
     return 0 if count is None else _declared(node, count, shape)
 
 
 def is_plain(target: Any) -> bool:
     """Whether `flops` of a call follow from the shapes of its result and of its first two tensors alone."""
-    return not is_attention(target) and target not in CONVOLUTIONS and declared(target).flops is None
+    read = is_attention(target) or target in CONVOLUTIONS or target in RECURRENCES
+    return not read and declared(target).flops is None
 
 
 def _attention(node: fx.Node, shape: SizesOf, block: float) -> Fraction:
     args: Any = node.args
-    causal, window = args[-4:-2]
     if node.target in RING_STEPS:
         first = RING_STEPS[node.target]  # type: ignore[index]
         q, (_, tokens, _, width) = (shape(_meta(operand)) for operand in args[first : first + 2])
-        widths, steps = width, args[-5]
+        widths, steps, (causal, window) = width, args[first + 8], args[first + 9 : first + 11]
     else:
         first = ATTENTION[node.target]  # type: ignore[index]
         q, (_, _, tokens, _), v = (shape(_meta(operand)) for operand in args[first : first + 3])
+        _, _, causal, window, *_ = args[DOCUMENTS_AT[node.target] :]
         widths, steps = q[3] + v[3], 1
     if window:
         keys = Fraction(window if causal else 2 * window, steps)
@@ -120,6 +126,19 @@ def _declared(node: fx.Node, given: Flops, shape: SizesOf) -> Fraction:
     if not 0 <= count < math.inf:  # no NaN either
         raise CostModelError(f"operations of {node.target}", float(count))
     return Fraction(count)
+
+
+def _recurrence(node: fx.Node, shape: SizesOf) -> int:
+    """Scores inside a chunk and their use, the state read and written; the delta rule makes scores of keys too, reads
+    the state with them, and solves for what is written. Backward: states again, then two products for one.
+    """
+    first = RECURRENCES[node.target]  # type: ignore[index]
+    (B, T, _, K), _, (_, _, H, V), (*_, rows) = (shape(_meta(a)) for a in node.args[first : first + 4])
+    chunk = CHUNK if rows == 1 else CHUNK_BY_ROW
+    delta = int(bool(node.args[-1]))
+    per_token = chunk * ((1 + delta) * K + V) + (2 + delta) * K * V + delta * chunk * V // 2
+    forward = 2 * B * T * H * per_token
+    return 4 * forward if first else forward
 
 
 def _convolution(node: fx.Node, shape: SizesOf) -> int:

@@ -17,8 +17,8 @@ from fxpar.rules.option import OpView
 Question = Literal["documents", "padding"]
 """May several documents share a row; may a row be padded at its end?"""
 
-Site = Literal["attention", "positions", "count", "softmax", "table"]
-"""What a node becomes so that it stays within documents: attention told the documents; positions within them; a count
+Site = Literal["documents", "positions", "count", "softmax", "table"]
+"""What a node becomes so that it stays within documents: an op told the documents; positions within them; a count
 within them; a softmax over them; rows of a table by position.
 """
 

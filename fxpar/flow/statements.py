@@ -35,7 +35,7 @@ def attention(call: FlowCall) -> Flows | None:
     q, k, v, *rest = call.flows
     args = call.node.args
     documents = rest.pop(0) if args[3] is not None else None
-    mask = rest.pop(0) if args[4] is not None else None
+    mask = rest.pop(0) if args[4] is not None else None  # what is left: sinks
     batch = q.dims[:1]
     if batch and batch[0].dim == 0 and all(f.dims in ((), batch) for f in (q, k, v, *rest)):
         return (Flow(dims=batch),) * 2  # rows of the batch, each by itself
@@ -43,6 +43,8 @@ def attention(call: FlowCall) -> Flows | None:
     plain = all(not f.dims or call.is_token(i, 2) for i, f in enumerate((q, k, v)))
     if not plain or any(f.dims not in ((), rows) for f in (q, k, v)) or k.dims != v.dims:
         return row(call.node, "attends over more than tokens")
+    if any(f.dims not in ((), q.dims) for f in rest):
+        return row(call.node, "is given sinks of another kind than one per token")
     if not k.dims:
         return (Flow(dims=q.dims),) * 2 if documents is None and (mask is None or not mask.dims) else None
     if not q.dims:
@@ -53,10 +55,26 @@ def attention(call: FlowCall) -> Flows | None:
     if call.packs:
         if documents is not None and not numbered and documents.everywhere is None:
             return row(call.node, "is told documents that the model makes")
-        call.at("attention")
+        call.at("documents")
     elif not args[5] and not numbered:
         return row(call.node, "lets tokens see the ones behind them")
     return (Flow(dims=rows),) * 2
+
+
+def recurrence(call: FlowCall) -> Flows | None:
+    """`fxpar::recurrence`, `fxpar::causal_conv`: a token sees those before it, in its document once told documents."""
+    documents = call.node.args[traits.DOCUMENTS_AT[call.node.target]]
+    values = call.flows if documents is None else call.flows[:-1]
+    dim = 2 if call.node.target is own.causal_conv.default else 1
+    rows, batch = (Shard(dim),), (Shard(0),)
+    if all(f.dims in ((), batch) for f in call.flows):
+        return Flow(dims=max(f.dims for f in values)) if any(f.dims for f in values) else None
+    if any(f.dims not in ((), rows) or (f.dims and not call.is_token(i, dim)) for i, f in enumerate(values)):
+        return row(call.node, "runs over more than tokens")
+    if documents is not None and call.flows[-1].kind != "number":
+        return row(call.node, "is told documents that the model makes")
+    call.at("documents")
+    return Flow(dims=rows)
 
 
 def softmax(call: FlowCall) -> Flows | None:
@@ -126,7 +144,8 @@ def part(call: FlowCall) -> Flows | None:
     start, end, step = call.argument(2, "start") or 0, call.argument(3, "end"), call.argument(4, "step", 1)
     if any(s.dim == d for s in x.dims):
         # A number of tokens may be longer than any sequence, and shorter than a row.
-        whole = start == 0 and step == 1 and (end is None or end == call.shapes[0][d] or end == _TO_THE_END)
+        size = call.shapes[0][d]
+        whole = start in (0, -size) and step == 1 and (end is None or end in (size, _TO_THE_END))
         return None if whole else row(call.node, "takes a part of the tokens")
     if not call.depends(call.meta.shape[d]):
         return None
@@ -208,6 +227,8 @@ def _of_tokens(call: FlowCall) -> Flows | None:
 
 STATEMENTS: dict[Any, Statement] = {
     own.attention.default: attention,
+    own.recurrence.default: recurrence,
+    own.causal_conv.default: recurrence,
     own.dropout.default: dropout,
     own.embedding.default: lookup,
     aten._softmax.default: softmax,
@@ -227,7 +248,7 @@ STATEMENTS: dict[Any, Statement] = {
 }
 """Op -> what is known of it."""
 
-ORDERED = {op for op, statement in STATEMENTS.items() if statement in (running, triangle)}
+ORDERED = {op for op, statement in STATEMENTS.items() if statement in (running, triangle, recurrence)}
 """Of these, ops that make something else of tokens in another order. Positions, and rows of a table by position, come
 from the batch in a packed graph.
 """
@@ -247,7 +268,7 @@ UNREAD = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, 
 MOVES = traits.TAKES | {aten._to_copy.default, operator.getitem}
 """Ops whose result has the elements of operand 0, cast at most."""
 
-NUMBERED = MOVES | {aten.eq.Tensor, aten.ne.Tensor, own.attention.default}
+NUMBERED = MOVES | {aten.eq.Tensor, aten.ne.Tensor, *traits.DOCUMENTS_AT}
 """Ops that may be given the numbers of documents: they ask at most which are equal."""
 
 LINEAR = traits.TAKES | {

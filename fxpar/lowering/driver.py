@@ -119,7 +119,7 @@ def _spread_evenly(logical: LogicalGraph, program: TrainGraph) -> TrainGraph:
     why = "its rows are one sequence each" if logical.packing is None else logical.packing.order_hazard
     if any(node.target in ATTENTION for node in calls):
         why = why or "some attention is not over the ring"
-    if any(node.target in RING_STEPS and node.args[-8] is None for node in calls):
+    if any(node.target in RING_STEPS and node.args[RING_STEPS[node.target] + 5] is None for node in calls):
         why = why or "the model makes the documents itself"
     if why is None:
         return replace(program, spread=program.strategy.ring)

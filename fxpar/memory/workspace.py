@@ -11,9 +11,9 @@ import sympy
 import torch
 from torch import fx
 
-import fxpar.ops  # noqa: F401  registers torch.ops.fxpar
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.node_meta import local_meta
+from fxpar.ops.traits import DOCUMENTS_AT
 
 own, aten = torch.ops.fxpar, torch.ops.aten
 Shape = tuple[int, ...]
@@ -92,8 +92,8 @@ def _attention_bytes(node: fx.Node, shape: Sizes, given: Conditions, first: int)
     args: Any = node.args
     q, k, v = (shape(a) for a in args[first : first + 3])
     dtype, wide = _meta(args[first]).dtype, _wide(_meta(args[first]).dtype)
-    ids, mask, _, window, _, softcap = args[-6:]
     backward = first == 1
+    ids, mask, _, window, _, softcap, *_ = args[DOCUMENTS_AT[node.target] :]
     whole, pieces = q[2], 0
     if ids is not None and given.longest is not None and given.longest < whole:
         # One document at a time, the results in tensors of their own.
@@ -119,7 +119,7 @@ def _ring_bytes(node: fx.Node, shape: Sizes, given: Conditions, first: int) -> i
     args: Any = node.args
     q, kv = (shape(a) for a in args[first : first + 2])
     dtype, wide = _meta(args[first]).dtype, _wide(_meta(args[first]).dtype)
-    (B, tokens, heads, width), (window, _, softcap) = kv, args[-3:]
+    (B, tokens, heads, width), (window, _, softcap) = kv, args[first + 10 : first + 13]
     k, v = ((B, heads, tokens, size) for size in (q[3], width - q[3]))
     found = math.prod(kv) + math.prod(q) if first else math.prod(q[:3]) * (v[3] + 3)
     if softcap or 0 < window < tokens:

@@ -127,6 +127,18 @@ SIZES: dict[str, int] = {
     "position_bias_num_buckets": 32,
     "index_head_dim": HEAD_DIM,
     "index_n_heads": HEADS,
+    # Scans: heads times their width are twice the hidden size, which is what types expand it by.
+    **dict.fromkeys(["mamba_n_heads", "mamba_num_heads"], 2 * HEADS),
+    **dict.fromkeys(["mamba_d_head", "mamba_head_dim", "mamba_headdim"], HEAD_DIM),
+    "mamba_d_ssm": 2 * HIDDEN,
+    **dict.fromkeys(["mamba_d_state", "ssm_state_size", "state_size", "linear_key_head_dim"], 8),
+    **dict.fromkeys(["n_groups", "linear_num_key_heads"], HEADS // 2),
+    **dict.fromkeys(["linear_num_value_heads", "linear_num_heads"], HEADS),
+    **dict.fromkeys(["linear_value_head_dim", "linear_head_dim"], HEAD_DIM),
+    **dict.fromkeys(["time_step_rank", "mamba_dt_rank"], 4),
+    "adapter_rank": 8,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
 }
 # Sizes that are made smaller, and never larger: experts of a token, groups of experts, and layers without experts.
 AT_MOST: dict[str, int] = {
@@ -156,8 +168,15 @@ def tiny(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
     vocab = _first(result, ("vocab_size",), VOCAB)
     result.update(_token_ids(defaults, vocab))
     result.update(_per_layer(defaults, layers))
-    if "conv_L_cache" in defaults and set(result.get("layer_types", ())) == {"full_attention"}:
-        result["layer_types"][0] = "conv"  # published models have both kinds, the defaults only one
+    if "conv_L_cache" in defaults and set(result.get("layer_types") or ["full_attention"]) == {"full_attention"}:
+        # Published models have both kinds, the defaults only one.
+        result["layer_types"] = ["conv", *["full_attention"] * (layers - 1)]
+    if defaults.get("attention_type") == "block_sparse":
+        result["attention_type"] = "original_full"  # of short sequences; at run time the type makes new modules for it
+    if {"num_heads", "head_dim", "expand"} <= set(defaults):
+        result["expand"] = 1  # its heads are those of the scan, as wide as the hidden size
+    if "n_mamba_heads" in defaults and "layers_block_type" in result and "attn_layer_period" in defaults:
+        result["layers_block_type"] = ["hybrid"] * layers  # these share their weights, so there must be two
     if defaults.get("rope_parameters") == {}:  # a type whose defaults name no rotary frequencies at all
         rope = {"rope_type": "default", "rope_theta": 10_000.0}
         result["rope_parameters"] = {kind: rope for kind in result.get("layer_types", ())} or rope

@@ -15,6 +15,7 @@ With q [B, H, S, E] and kv [B, S, Hkv, E + Ev] (keys and values side by side, as
 `document_ids` [B or 1, T] and `positions` [1, T] are those of the whole row. A query sees the keys that
 `fxpar::attention` would show it: those of its document and, if `causal`, at no later position; with a window within it.
 Positions are needed where a document does not lie in the row in one piece; without, they are the places in the row.
+`sinks` are those of `fxpar::attention`; they are given to the last step only, so that they join once.
 Between steps `out` has the compute dtype; the last step gives that of q.
 """
 
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from fxpar.errors import OpInputError
 from fxpar.ops import attention_cpu
+from fxpar.ops.attention import join_sinks_
 from fxpar.ops.attention_cpu import MaskRule, compute_dtype, empty_bshe
 from fxpar.ops.ring_pairs import Pair, pairs, pieces_of, whole
 
@@ -38,7 +40,8 @@ _PLACE = (
     "float softcap"
 )
 _LIB.define(
-    f"attention_block(Tensor q, Tensor kv, Tensor? out, Tensor? lse, {_PLACE}) -> (Tensor out, Tensor lse)",
+    f"attention_block(Tensor q, Tensor kv, Tensor? out, Tensor? lse, {_PLACE}, Tensor? sinks=None) "
+    "-> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIB.define(
@@ -103,7 +106,8 @@ class _Step:
 
 def _forward(of: Callable[[], Any]) -> Callable[..., Any]:
     def run(q: Tensor, kv: Tensor, out: Tensor | None, lse: Tensor | None, *place: Any) -> tuple[Tensor, Tensor]:
-        step, kernels = _Step(q, kv, *place), of()
+        sinks = place[9] if len(place) > 9 else None
+        step, kernels = _Step(q, kv, *place[:9]), of()
         if out is None or lse is None:
             out, lse = kernels.forward(q, step.k, step.v, step.own)
             out = out.to(compute_dtype(q.dtype))
@@ -113,6 +117,8 @@ def _forward(of: Callable[[], Any]) -> Callable[..., Any]:
             (i0, i1), (j0, j1) = pair.queries, pair.keys
             found = kernels.forward(q[batch, :, i0:i1], step.k[batch, :, j0:j1], step.v[batch, :, j0:j1], rule)
             _combine_(out[batch, :, i0:i1], lse[batch, :, i0:i1], *found)
+        if sinks is not None:
+            join_sinks_(out, lse, sinks)
         return (out.to(q.dtype) if step.last else out), lse
 
     return run

@@ -13,11 +13,12 @@ from typing import Any, Literal
 import torch
 
 from fxpar.errors import FxparError, OpContractError
-from fxpar.ops import attention, cross_entropy, dropout, embedding, experts, host, ring_steps
+from fxpar.ops import attention, causal_conv, cross_entropy, dropout, embedding, experts, host, recurrence, ring_steps
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 assert attention, cross_entropy
 assert dropout, embedding
+assert causal_conv, recurrence
 assert experts, host
 assert ring_steps
 
@@ -168,8 +169,21 @@ ATTENTION = {own.attention.default: 0, own.attention_backward.default: 1}
 
 RING_STEPS = {own.attention_block.default: 0, own.attention_block_backward.default: 1}
 """A step of attention in a ring, and its gradient -> position of q in the arguments; keys and values are behind it.
-Eight places from the end stand the positions of the tokens.
+Five places behind it stand the positions of the tokens.
 """
+
+RECURRENCES = {own.recurrence.default: 0, own.recurrence_backward.default: 1}
+"""Recurrences over tokens, and their gradient -> position of q in the arguments; k, v, decay and beta are behind it."""
+
+DOCUMENTS_AT: dict[Any, int] = {
+    own.attention.default: 3,
+    own.attention_backward.default: 6,
+    own.recurrence.default: 5,
+    own.recurrence_backward.default: 6,
+    own.causal_conv.default: 3,
+    own.causal_conv_backward.default: 3,
+}
+"""Ops that may be told the documents of a row, so that these stay apart -> position of that argument, None without."""
 
 EMBEDDINGS = {own.embedding.default, aten.embedding.default}
 """Operand 1 has numbers of rows of the table, operand 0."""
@@ -361,4 +375,5 @@ def ask(op: Any, argument: str, function: Callable[..., Any], *given: Any) -> An
 
 
 _NOTHING = OpTraits()
-_PRODUCTS = MATRIX_PRODUCTS | ADDED_PRODUCTS | CONVOLUTIONS | EXPERT_PRODUCTS | EXPERT_PRODUCTS_BACKWARD
+_EXPERTS = EXPERT_PRODUCTS | EXPERT_PRODUCTS_BACKWARD
+_PRODUCTS = MATRIX_PRODUCTS | ADDED_PRODUCTS | CONVOLUTIONS | set(RECURRENCES) | set(_EXPERTS)

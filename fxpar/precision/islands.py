@@ -12,7 +12,7 @@ from torch import fx
 from fxpar.errors import PrecisionGlobError
 from fxpar.ir.graph import LogicalGraph, TensorMeta
 from fxpar.ir.node_meta import fqn_of, is_backward, tensor_metas
-from fxpar.ops.traits import INDEX_PUTS, computes
+from fxpar.ops.traits import INDEX_PUTS, RECURRENCES, computes, is_elementwise
 from fxpar.precision.loss_region import is_model_op, loss_region
 from fxpar.precision.precision import Precision
 
@@ -57,7 +57,7 @@ def find_islands(logical: LogicalGraph, precision: Precision, active: Collection
         islands |= _logsumexp_backward(calls)
     if precision.loss:
         islands |= loss_region(logical, active)
-    return islands | _averages(logical, calls)
+    return islands | _decays(calls) | _averages(logical, calls)
 
 
 def _only_writes(node: fx.Node) -> bool:
@@ -113,6 +113,20 @@ def _logsumexp_backward(calls: Iterable[fx.Node]) -> set[fx.Node]:
         elif node.target is aten.mul.Tensor and operands & weights:
             found.add(node)
     return shifted | weights | found
+
+
+def _decays(calls: Iterable[fx.Node]) -> set[fx.Node]:
+    """What makes the decays of a recurrence, element by element: they add up over tokens, and so would their errors."""
+    found = set[fx.Node]()
+    todo = [n.args[RECURRENCES[n.target] + 3] for n in calls if n.target in RECURRENCES]  # type: ignore[index]
+    while todo:
+        node = todo.pop()
+        if not isinstance(node, fx.Node) or node in found or node.op != "call_function" or is_backward(node):
+            continue
+        if is_elementwise(node.target) or computes(node.target) == "moves":
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
 
 
 def _averages(logical: LogicalGraph, calls: Iterable[fx.Node]) -> set[fx.Node]:

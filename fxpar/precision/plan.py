@@ -21,11 +21,14 @@ from fxpar.torch_api import kernels
 
 own = torch.ops.fxpar
 
-# Positions of operands that are taken as they come. Own ops compute in fp32 inside whatever they are given, and a mask
-# or a logsumexp is never worth a copy; uncast logits save the [T, V] copy.
+# Positions of operands that are taken as they come. Own ops compute in fp32 inside whatever they are given; a mask
+# or a logsumexp is never worth a copy, and decays add up; uncast logits save the [T, V] copy.
 AS_THEY_COME: Mapping[Any, tuple[int, ...]] = {
-    own.attention.default: (4,),
+    own.attention.default: (4, 9),
     own.attention_backward.default: (5, 7),
+    own.attention_sinks_backward.default: (2, 3),
+    own.recurrence.default: (3, 4),
+    own.recurrence_backward.default: (4, 5),
     own.cross_entropy.default: (0,),
     own.cross_entropy_backward.default: (2, 5),
     own.weighted_sum.default: (1,),

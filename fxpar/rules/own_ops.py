@@ -50,6 +50,7 @@ def attention_by_tokens(op: OpView) -> Option | None:
     inputs: list = [R] * len(op.inputs)
     inputs[: 6 if _backward(op) else 3] = [Shard(2)] * (6 if _backward(op) else 3)
     inputs[documents] = Shard(1)
+    _place_sinks(op, inputs, Shard(2))
     return Option(tuple(inputs), (Shard(2),) * len(op.outputs))
 
 
@@ -63,6 +64,7 @@ def attention_in_ring(op: OpView) -> Option | None:
         return None
     inputs: list = [R] * len(op.inputs)
     inputs[: 6 if _backward(op) else 3] = [Shard(2)] * (6 if _backward(op) else 3)
+    _place_sinks(op, inputs, Shard(2))
     return Option(tuple(inputs), (Shard(2),) * len(op.outputs))
 
 
@@ -99,7 +101,24 @@ def _place(op: OpView, query: Shard, key: Shard | None, dim: int) -> Option:
         inputs[documents] = Shard(0)
     if mask is not None and len(op.inputs[mask]) == 4 and op.inputs[mask][dim] > 1:
         inputs[mask] = query
+    _place_sinks(op, inputs, query)
     return Option(tuple(inputs), outputs)
+
+
+def _place_sinks(op: OpView, inputs: list, query: Shard) -> None:
+    """Cut the sinks [B or 1, H, S or 1], if there are any, as the queries are."""
+    sinks = op.args[9] if len(op.args) > 9 and not _backward(op) else None
+    if isinstance(sinks, TensorRef) and op.inputs[sinks.index][query.dim] > 1:
+        inputs[sinks.index] = query
+
+
+def attention_sinks_backward(op: OpView, degree: int, seed: Seed, shard: Shard) -> list[Option]:
+    """(dout [B,H,S,Ev], out, lse [B,H,S], sinks [B or 1,H,S or 1]) -> dsinks, a sum over what it has 1 of."""
+    factors = [Factor((1, 1, 1, 1), (1,))]
+    for dim in (0, 2):
+        whole = op.inputs[3][dim] == 1
+        factors.append(Factor((dim, dim, dim, None if whole else dim), ("sum" if whole else dim,)))
+    return from_factors(factors, op, degree, seed, shard)
 
 
 def _heads(op: OpView) -> tuple[int, int]:
@@ -121,6 +140,41 @@ def _by_group(op: OpView, degree: int) -> Option | None:
         return None
     query = Shard(1, (1,) * kv_heads if kv_heads > 1 else ())
     return _place(op, query, None, 1)
+
+
+def recurrence(op: OpView, degree: int, seed: Seed, shard: Shard) -> list[Option]:
+    """(dout?, q [B,T,Hk,K], k, v [B,T,H,V], decay [B,T,H,1 or K], beta [B,T,H], documents?): batch or heads.
+
+    Where one query and key head serves all, it stays whole, and its gradient is a sum over the heads.
+    """
+    backward = len(op.outputs) == 5
+    first = int(backward)
+    shared = op.inputs[first][2] == 1 < op.inputs[first + 2][2]
+    keys, dkeys = (None, "sum") if shared else (2, 2)
+    rows = 0 if len(op.inputs) > first + 5 and op.inputs[-1][0] > 1 else None
+    documents = [rows] * (len(op.inputs) - first - 5)
+    heads = [None] * len(documents)
+    outputs: tuple = ((0,) * 5, (dkeys, dkeys, 2, 2, 2)) if backward else ((0,), (2,))
+    factors = [
+        Factor((*[0] * first, *(0,) * 5, *documents), outputs[0]),
+        Factor((*[2] * first, keys, keys, 2, 2, 2, *heads), outputs[1]),
+    ]
+    return from_factors(factors, op, degree, seed, shard)
+
+
+def causal_conv(op: OpView, degree: int, seed: Seed, shard: Shard) -> list[Option]:
+    """(dout?, x [B,C,T], weight [C,W], bias [C]?, documents?): batch or channels."""
+    backward = len(op.outputs) == 2
+    values = 2 if backward else 1
+    by_batch: list = [0] * values
+    by_channel: list = [1] * values
+    for shape, arg in zip(op.inputs[values:], [a for a in op.args[values:] if isinstance(a, TensorRef)], strict=True):
+        documents = arg == op.args[3]
+        by_batch.append(0 if documents and shape[0] > 1 else None)
+        by_channel.append(None if documents else 0)
+    outputs: tuple = ((0, "sum"), (1, 0)) if backward else ((0,), (1,))
+    factors = [Factor(tuple(by_batch), outputs[0]), Factor(tuple(by_channel), outputs[1])]
+    return from_factors(factors, op, degree, seed, shard)
 
 
 def cross_entropy(op: OpView, degree: int, seed: Seed, shard: Shard) -> list[Option]:

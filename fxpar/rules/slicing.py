@@ -203,6 +203,12 @@ def slice_scatter_factors(op: OpView) -> list[Factor]:
     return [Factor((d, d), (d,)) for d in range(len(op.inputs[0])) if d != dim]
 
 
+def select_scatter_factors(op: OpView) -> list[Factor]:
+    """aten.select_scatter(x, src, dim, index): every dim but `dim`, which src lacks."""
+    dim = op.dim(op.arg(2, "dim"))
+    return [Factor((d, d - (d > dim)), (d,)) for d in range(len(op.inputs[0])) if d != dim]
+
+
 def other_dims_factors(op: OpView, *dims: int) -> list[Factor]:
     """Every dim but `dims`, unchanged in the results."""
     return [Factor((d,), (d,) * len(op.outputs)) for d in range(len(op.inputs[0])) if d not in dims]
@@ -243,6 +249,7 @@ __all__ = [
     "scatter_factors",
     "select_backward_factors",
     "select_factors",
+    "select_scatter_factors",
     "slice_",
     "slice_backward",
     "slice_scatter_factors",

@@ -17,7 +17,7 @@ from fxpar.ir.dist_config import OuterShard, Placement, Shard
 from fxpar.ir.graph import Size, TensorMeta
 from fxpar.ir.node_meta import is_size, size_of, tensor_metas, wanted_dists
 from fxpar.ir.strategy import Strategy
-from fxpar.ops.traits import ATTENTION, is_view
+from fxpar.ops.traits import ATTENTION, DOCUMENTS_AT, is_view
 from fxpar.rules.option import Option, OpView, Shape, TensorRef, localize
 
 aten = torch.ops.aten
@@ -32,7 +32,7 @@ def documents_read(node: fx.Node) -> fx.Node | None:
     """The input from which a call of attention is told of documents, whatever collectives are between; None if there
     is none, or what the model computes.
     """
-    first = 6 if ATTENTION[node.target] else 3  # type: ignore[index]
+    first = DOCUMENTS_AT[node.target]
     source = node.args[first] if len(node.args) > first else None
     while isinstance(source, fx.Node) and source.op == "call_function":
         if not (is_view(source.target) or source.target is reshard or is_collective(source)):

@@ -28,6 +28,7 @@ class AttentionRule:
     mask: Tensor | None = None
     document_ids: Tensor | None = None
     dropout_p: float = 0.0
+    sinks: Tensor | None = None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
@@ -44,7 +45,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
     if rule.dropout_p > 0.0 or learned or uneven:
         return _attend_by_math(q, k, v, mask, scale, rule)
     out, _ = torch.ops.fxpar.attention(
-        q, k, v, rule.document_ids, mask, rule.causal, rule.window, float(scale), rule.softcap
+        q, k, v, rule.document_ids, mask, rule.causal, rule.window, float(scale), rule.softcap, rule.sinks
     )
     return out
 
@@ -98,7 +99,10 @@ def _attend_by_math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale:
     if hidden is not None:
         scores = scores.masked_fill(hidden, -math.inf)
     wide = scores if scores.dtype == torch.float64 else scores.float()
-    if rule.document_ids is not None or mask is not None:
+    if rule.sinks is not None:
+        sinks = rule.sinks.to(wide.dtype)[..., None].expand(*wide.shape[:-1], 1)
+        probabilities = torch.softmax(torch.cat([wide, sinks], -1), -1)[..., :-1]
+    elif rule.document_ids is not None or mask is not None:
         probabilities = aten._safe_softmax.default(wide, -1)  # zeros for a query that sees no key, as the op has
     else:
         probabilities = torch.softmax(wide, -1)

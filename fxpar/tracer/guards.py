@@ -28,7 +28,8 @@ def check_guards(world: FakeWorld, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
         if condition in (sympy.true, True) or _is_general(condition, guard):
             continue
         for part in sympy.And.make_args(condition):
-            _narrow(part, bounds, guard)
+            for one in _without_quotient(part, bounds):
+                _narrow(one, bounds, guard)
     return tuple(bounds.values())
 
 
@@ -42,6 +43,31 @@ def _is_general(condition: sympy.Basic, guard: Guard) -> bool:
     if isinstance(condition, sympy.Ne) and condition.rhs in (0, 1):
         return True
     return _holds(condition, _SAMPLES[1:])
+
+
+def _without_quotient(condition: Any, bounds: dict[sympy.Symbol, Dim]) -> list[Any]:
+    """`a // b + m == n` as what it means for b > 0: (n - m) b <= a < (n - m + 1) b, both linear where a and b are.
+
+    Only what says something is left: nothing of `(4 * T - 1) // T == 3`, which holds for every T >= 1. It is left as it
+    is if small sizes would be lost too: then the dim is all but fixed.
+    """
+    if not isinstance(condition, sympy.Eq):
+        return [condition]
+    left: Any = condition.lhs
+    more, quotient = left.as_coeff_Add()
+    number: Any = condition.rhs - more
+    if _NAMES.get(quotient.func) != "torch.FloorDiv" or not number.is_Integer:
+        return [condition]
+    a, b = quotient.args
+    meaning = (
+        sympy.Gt(b, 0),
+        sympy.Ge(sympy.expand(a - number * b), 0),
+        sympy.Lt(sympy.expand(a - (number + 1) * b), 0),
+    )
+    parts = [part for part in meaning if part is not sympy.true]
+    found = [bound for bound in map(_linear, parts) if bound is not None]
+    fixes = any(low is not None and low > bounds[symbol].minimum for symbol, low, _ in found)
+    return [condition] if fixes else parts
 
 
 def _narrow(condition: sympy.Basic, bounds: dict[sympy.Symbol, Dim], guard: Guard) -> None:

@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from fxpar.torch_api.symbolic import known_equal
 from fxpar.torch_api.tracing import is_computed_from
 from fxpar.tracer.attention import AttentionRule, attend
-from fxpar.tracer.context import CaptureContext, MaskRule, current
+from fxpar.tracer.context import CaptureContext, MaskRule, attribute, current
 from fxpar.tracer.counts import is_filled
 from fxpar.tracer.documents import documents_of_positions, with_batch_documents
 from fxpar.tracer.experts import experts_forward, experts_modules
+from fxpar.tracer.hosts_scans import scans_as_ops
 
 NAME = "fxpar"
 EAGER = "fxpar_eager"  # of models whose own attention is "eager": a part of them may add the mask to its scores
@@ -54,7 +55,7 @@ def _own_experts(model: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_registered(ALL_EXPERTS_FUNCTIONS, NAME, experts_forward))
         for config in configs.values():
-            stack.enter_context(_attribute(config, "_experts_implementation_internal", NAME))
+            stack.enter_context(attribute(config, "_experts_implementation_internal", NAME))
         yield
 
 
@@ -74,16 +75,18 @@ def _own_attention(model: nn.Module) -> Iterator[None]:
             (ALL_ATTENTION_FUNCTIONS, EAGER, attention_forward),
             (ALL_MASK_ATTENTION_FUNCTIONS, NAME, mask_forward),
             (ALL_MASK_ATTENTION_FUNCTIONS, EAGER, added_mask_forward),
+            (ALL_MASK_ATTENTION_FUNCTIONS, "eager", added_mask_forward),  # models that write their attention out
             (ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", mask_forward),  # models that call torch's attention themselves
         ):
             stack.enter_context(_registered(interface, name, function))
         for config, switch in _configs(models):
             if switch:
                 name = EAGER if config._attn_implementation == "eager" else NAME
-                stack.enter_context(_attribute(config, "_attn_implementation_internal", name))
+                stack.enter_context(attribute(config, "_attn_implementation_internal", name))
             if hasattr(config, "use_cache"):
-                stack.enter_context(_attribute(config, "use_cache", False))
+                stack.enter_context(attribute(config, "use_cache", False))
         stack.enter_context(_described_masks())
+        stack.enter_context(scans_as_ops(model))
         yield
 
 
@@ -100,21 +103,6 @@ def _registered(interface: Any, name: str, function: Callable[..., Any]) -> Iter
             del mapping[name]
         else:
             mapping[name] = old
-
-
-@contextmanager
-def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute inside the block and put the old one back after."""
-    missing = object()
-    old = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if old is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, old)
 
 
 def _configs(models: list[Any]) -> list[tuple[Any, bool]]:
@@ -155,8 +143,8 @@ def _described_masks() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, rule in describe.items():
             if hasattr(masks, name):
-                stack.enter_context(_attribute(masks, name, _describing(getattr(masks, name), rule)))
-        stack.enter_context(_attribute(masks, "find_packed_sequence_indices", packed_documents))
+                stack.enter_context(attribute(masks, name, _describing(getattr(masks, name), rule)))
+        stack.enter_context(attribute(masks, "find_packed_sequence_indices", packed_documents))
         yield
 
 
@@ -270,14 +258,13 @@ def attention_forward(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The "fxpar" attention: query [B, H, S, E], key, value [B, Hkv, S, E] -> [B, S, H, E]."""
     context = current()
     assert context is not None
-    if s_aux is not None:
-        raise context.unsupported("attention sinks (s_aux)", "Use a model without attention sinks.")
     _refuse_unknown(kwargs, context)
     rule = _mask_rule(module, query, attention_mask, is_causal, context)
     if rule is None:
@@ -287,9 +274,29 @@ def attention_forward(
     if position_bias is not None:
         mask = _with_bias(mask, position_bias)
     wanted = AttentionRule(
-        rule.causal, rule.window, float(softcap or 0.0), scaling, mask, rule.documents, float(dropout)
+        rule.causal,
+        rule.window,
+        float(softcap or 0.0),
+        scaling,
+        mask,
+        rule.documents,
+        float(dropout),
+        _sinks(s_aux, sinks, context),
     )
     return attend(query, key, value, wanted).transpose(1, 2).contiguous(), None
+
+
+def _sinks(per_head: Tensor | None, per_query: Tensor | None, context: CaptureContext) -> Tensor | None:
+    """Sinks as the op takes them, [B or 1, H, S or 1], from [H] and [B, H, S, 1]."""
+    found = [s for s in (per_head, per_query) if s is not None]
+    wanted = 1 if per_query is None else 4
+    if len(found) > 1 or any(sinks.dim() != wanted or (wanted == 4 and sinks.shape[-1] != 1) for sinks in found):
+        shapes = " and ".join(str(tuple(sinks.shape)) for sinks in found)
+        why = f"attention with sinks of the shape {shapes}"
+        raise context.unsupported(why, "Give one per head (s_aux [H]) or per query (sinks [B, H, S, 1]).")
+    if per_head is not None:
+        return per_head[None, :, None]
+    return None if per_query is None else per_query[..., 0]
 
 
 def _refuse_unknown(kwargs: dict[str, Any], context: CaptureContext) -> None:

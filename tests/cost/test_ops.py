@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fxpar.cost.ops import SizesAt, flops, is_kernel, touched_bytes
 from fxpar.errors import CostModelError, OpContractError
 from fxpar.ir.graph import TensorMeta
+from fxpar.ops import recurrence
 from fxpar.ops.traits import DECLARED, OpTraits
 
 aten, own = torch.ops.aten, torch.ops.fxpar
@@ -87,9 +88,28 @@ def test_attention(causal, window, pairs):
         place.meta["tensor"] = TensorMeta((2, 3, length, 4), torch.float32)
     rest = (causal, window, 1.0, False)
     forward = graph.call_function(own.attention.default, (*places[1:], None, None, *rest))
-    backward = graph.call_function(own.attention_backward.default, (places[0], *places[1:], None, None, None, *rest))
+    backward = graph.call_function(
+        own.attention_backward.default, (places[0], *places[1:], None, None, None, None, *rest)
+    )
     assert flops(forward, NOTHING) == 2 * 3 * 2 * 2 * 4 * Fraction(pairs)
     assert flops(backward, NOTHING) == flops(forward, NOTHING) * Fraction(5, 2)
+
+
+def test_a_recurrence_as_torch_counts_its_kernel():
+    """At a whole number of chunks; what the delta rule adds has a solution of triangles, which torch does not count."""
+    T, H, K, V = 2 * recurrence.CHUNK, 4, 8, 6
+    operands = (torch.randn(2, T, 2, K), torch.randn(2, T, 2, K), torch.randn(2, T, H, V))
+    decays = -torch.rand(2, T, H, 1), torch.rand(2, T, H)
+    found = {}
+    for delta in (False, True):
+        with FlopCounterMode(display=False) as counter:
+            recurrence.forward(*operands, *decays, None, delta)
+        solution = recurrence.CHUNK * V * T * H * 2 if delta else 0
+        found[delta] = flops(node_of(own.recurrence.default, *operands, *decays, None, delta), NOTHING)
+        assert found[delta] == counter.get_total_flops() + solution
+    dout = torch.randn(2, T, H, V)
+    backward = node_of(own.recurrence_backward.default, dout, *operands, *decays, None, False)
+    assert flops(backward, NOTHING) == 4 * found[False]
 
 
 def test_bytes_and_dynamic_sizes():

@@ -13,6 +13,7 @@ from fxpar.flow import token_flow
 from fxpar.ir.graph import LogicalGraph, dim_symbol
 from fxpar.losses import cross_entropy_sum, next_token_labels
 
+own = torch.ops.fxpar
 VOCAB, WIDTH, LONGEST = 11, 4, 32
 LENGTHS = (7, 1, 5)
 
@@ -79,6 +80,13 @@ def alone(model: Net) -> list[Tensor]:
 def sites(logical: LogicalGraph) -> list[str]:
     """What the graph's packing rewrites."""
     return sorted(set(token_flow(logical, dim_symbol("T"), "documents").sites.values()))
+
+
+def _recurrence(net: Net, x: Tensor, delta: bool) -> Tensor:
+    q, k, v = (part.transpose(1, 2) for part in _heads(net, x))
+    decay = -F.softplus((x @ net.b).unflatten(-1, (2, WIDTH // 2)))
+    decay = decay[..., :1] if delta else decay
+    return own.recurrence(q, F.normalize(k, dim=-1), v, decay, v[..., 0].sigmoid(), None, delta).flatten(2)
 
 
 def _heads(net: Net, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -209,6 +217,12 @@ HARMLESS: dict[str, Layer] = {
         rotary,
         per_token,
     )
+}
+HARMLESS |= {
+    "recurrence": lambda n, x, i: _recurrence(n, x, delta=True),
+    "recurrence with a decay per row": lambda n, x, i: _recurrence(n, x, delta=False),
+    "causal convolution": lambda n, x, i: own.causal_conv(x.mT, n.kernel[:, 0], None, None).mT,
+    "as many tokens from the end": lambda n, x, i: x[:, -x.shape[1] :] @ n.a,
 }
 
 

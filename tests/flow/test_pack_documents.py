@@ -89,7 +89,7 @@ def test_sites():
     """What is rewritten, by kind of layer."""
     found = {name: sites(captured(name)[1]) for name in ("causal", "mask_of_a_buffer", "counted_positions")}
     assert found == {
-        "causal": ["attention"],
+        "causal": ["documents"],
         "mask_of_a_buffer": ["softmax", "table"],
         "counted_positions": ["count"],
     }

@@ -68,6 +68,26 @@ def test_layer_lists_keep_every_kind():
     assert tiny(config, {})["sliding_window"] == 16
 
 
+def test_scans_are_as_wide_as_their_types_ask():
+    mamba2 = {
+        "hidden_size": 4096,
+        "num_heads": 128,
+        "head_dim": 64,
+        "expand": 2,
+        "n_groups": 8,
+        "num_hidden_layers": 64,
+    }
+    small = tiny(mamba2, {})
+    assert small["num_heads"] * small["head_dim"] == small["hidden_size"] * small["expand"]
+    assert small["num_heads"] % small["n_groups"] == 0
+    bamba = tiny({**LLAMA, "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_expand": 2}, {})
+    assert bamba["mamba_n_heads"] * bamba["mamba_d_head"] == 2 * bamba["hidden_size"]
+    zamba = {**LLAMA, "n_mamba_heads": 2, "attn_layer_period": 6, "layers_block_type": ["mamba", "hybrid"] * 16}
+    assert tiny(zamba, {})["layers_block_type"] == ["hybrid", "hybrid"]
+    lfm2 = {**LLAMA, "conv_L_cache": 3, "layer_types": None}
+    assert tiny(lfm2, {"num_hidden_layers": 3})["layer_types"] == ["conv", "full_attention", "full_attention"]
+
+
 def test_cut():
     assert cut([1, 1, 2, 1, 3], 3) == [1, 2, 3]
     assert cut([1, 2], 5) == [1, 2, 1, 2, 1]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -29,10 +30,12 @@ class Case:
     window: int
     scale: float
     softcap: float
+    sinks: Tensor | None = None
 
     @property
     def args(self) -> tuple:
-        return tuple(self.__dict__.values())
+        """Of the op; of its backward too where there are no sinks."""
+        return tuple(self.__dict__.values())[: None if self.sinks is not None else -1]
 
 
 def visible(case: Case) -> Tensor:
@@ -60,6 +63,9 @@ def dense(case: Case) -> tuple[Tensor, Tensor]:
     if case.mask is not None and case.mask.dtype != torch.bool:
         score = score + case.mask
     score = score.masked_fill(~visible(case), -torch.inf)
+    if case.sinks is not None:
+        score = torch.cat([score, case.sinks[..., None].expand(*score.shape[:3], 1)], -1)
+        v = F.pad(v, (0, 0, 0, 1))
     lse = score.logsumexp(-1)
     weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
     return weight @ v, lse
@@ -74,11 +80,11 @@ def check(case: Case, tolerance: float) -> None:
     assert out.transpose(1, 2).is_contiguous()
     assert lse.is_contiguous()
     dout = torch.randn_like(out)
-    inputs = (case.q, case.k, case.v)
+    inputs = (case.q, case.k, case.v, *(() if case.sinks is None else (case.sinks,)))
     grads, wants = (torch.autograd.grad(o, inputs, dout) for o in (out, want))
     for grad, expected in zip(grads, wants, strict=True):
         torch.testing.assert_close(grad, expected, rtol=tolerance, atol=10 * tolerance)
-        assert grad.transpose(1, 2).is_contiguous()
+    assert all(grad.transpose(1, 2).is_contiguous() for grad in grads[:3])
 
 
 @st.composite
@@ -107,6 +113,10 @@ def cases(draw: st.DrawFn, dtype: torch.dtype = torch.float64) -> Case:
         shape = (draw(st.sampled_from([1, B])), draw(st.sampled_from([1, Hkv * group])), S, Sk)
         mask = torch.randn(shape, generator=g, dtype=dtype)
         mask = mask > 0.5 if kind == "bool" else mask  # leaves some rows with nothing to see
+    sinks = None
+    if draw(st.booleans()):
+        shape = (draw(st.sampled_from([1, B])), Hkv * group, draw(st.sampled_from([1, S])))
+        sinks = torch.randn(shape, generator=g, dtype=dtype).requires_grad_()
     return Case(
         heads(Hkv * group, E, S),
         heads(Hkv, E, Sk),
@@ -117,6 +127,7 @@ def cases(draw: st.DrawFn, dtype: torch.dtype = torch.float64) -> Case:
         window,
         draw(st.sampled_from([0.125, 0.4])),
         draw(st.sampled_from([0.0, 0.0, 3.0])),
+        sinks,
     )
 
 
@@ -313,6 +324,8 @@ def test_bad_inputs_are_named():
         ((q, heads(2, 2, 5, 8), heads(2, 2, 5, 8), *rest), "6 queries over 5 keys"),
         ((q, k, k, ids, *rest[1:]), "document_ids"),
         ((q, k, k, None, mask, *rest[2:]), r"mask \(2, 3, 6, 6\)"),
+        ((q, k, k, *rest, torch.zeros(1, 1, 1)), r"sinks \(1, 1, 1\)"),
+        ((q, k, k, *rest, torch.zeros(4)), "sinks"),
         ((q, k, k, None, torch.zeros(1, 1, 6, 6, requires_grad=True), *rest[2:]), "detach the mask"),
     ]:
         with pytest.raises(OpInputError, match=words):

@@ -18,10 +18,11 @@ own = torch.ops.fxpar
 
 SCHEMAS = [
     "fxpar::attention(Tensor q, Tensor k, Tensor v, Tensor? document_ids, Tensor? mask, bool causal, int window, "
-    "float scale, float softcap) -> (Tensor out, Tensor lse)",
+    "float scale, float softcap, Tensor? sinks=None) -> (Tensor out, Tensor lse)",
     "fxpar::attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     "Tensor? document_ids, Tensor? mask, bool causal, int window, float scale, float softcap) "
     "-> (Tensor dq, Tensor dk, Tensor dv)",
+    "fxpar::attention_sinks_backward(Tensor dout, Tensor out, Tensor lse, Tensor sinks) -> Tensor dsinks",
     "fxpar::cross_entropy(Tensor logits, Tensor target, Tensor class_ids) -> (Tensor lse, Tensor picked)",
     "fxpar::cross_entropy_backward(Tensor dlse, Tensor dpicked, Tensor logits, Tensor target, Tensor class_ids, "
     "Tensor lse) -> Tensor dlogits",
@@ -68,6 +69,7 @@ def attention_samples() -> list[tuple[Any, ...]]:
         (q, k, wide, None, mask, False, 0, 0.3, 5.0),
         (*half, ids, None, True, 0, 0.3, 0.0),
         (q.detach().contiguous(), k, v, None, None, True, 0, 0.3, 0.0),
+        (q, k, v, ids, None, True, 0, 0.3, 0.0, torch.randn(1, 4, 1, requires_grad=True)),
     ]
 
 
@@ -98,7 +100,9 @@ def samples() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
         found.append((own.attention.default, args))
         q, k, v, *rest = (a.detach() if isinstance(a, Tensor) else a for a in args)
         out, lse = own.attention(q, k, v, *rest)
-        found.append((own.attention_backward.default, (torch.randn_like(out), q, k, v, out, lse, *rest)))
+        dout = torch.randn_like(out)
+        found.append((own.attention_backward.default, (dout, q, k, v, out, lse, *rest[:6])))
+        found += [(own.attention_sinks_backward.default, (dout, out, lse, sinks)) for sinks in rest[6:]]
     ids = torch.tensor([[1, 4, 2], [3, 9, -1]])
     rows = torch.tensor([2, 3, 4, 5, 0])
     found.append((own.embedding.default, (torch.randn(5, 3, requires_grad=True), ids, rows)))

@@ -26,7 +26,12 @@ def alone(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], causal: bool) -> 
 
 
 def in_ring(
-    inputs: tuple[Tensor, ...], degree: int, ids: Tensor | None, positions: Tensor | None, rule: tuple
+    inputs: tuple[Tensor, ...],
+    degree: int,
+    ids: Tensor | None,
+    positions: Tensor | None,
+    rule: tuple,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """(out, dq, dk, dv) of all ranks, side by side: what they hand on is handed on here."""
     q, k, v, dout = ([x.contiguous() for x in one.chunk(degree, 2)] for one in inputs)
@@ -36,7 +41,8 @@ def in_ring(
         out = lse = None
         for s in range(degree):
             place = (ids, positions, r, s, degree, *rule)
-            out, lse = own.attention_block(q[r], kv[(r - s) % degree], out, lse, *place)
+            joining = sinks if s == degree - 1 else None
+            out, lse = own.attention_block(q[r], kv[(r - s) % degree], out, lse, *place, joining)
         found.append((out, lse))
     dq = [torch.zeros_like(one) for one in q]
     dkv = [torch.zeros_like(one) for one in kv]
@@ -116,6 +122,17 @@ def test_windows_and_soft_caps(causal: bool, window: int, softcap: float) -> Non
     out, _ = own.attention(*leaves, ids, None, *rule)
     wanted = (out.detach(), *torch.autograd.grad(out, leaves, inputs[3]))
     for one, other in zip(in_ring(inputs, 4, ids, None, rule), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def test_sinks_join_once() -> None:
+    inputs, sinks = made(2, 4, 2, 48, 3), torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64)[None, :, None]
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor([17, 1, 30]))[None]
+    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+    out, _ = own.attention(*leaves, ids, None, True, 5, 0.3, 0.0, sinks)
+    wanted = (out.detach(), *torch.autograd.grad(out, leaves, inputs[3]))
+    found = in_ring(inputs, 4, ids, None, (True, 5, 0.3, 0.0), sinks)
+    for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 

@@ -109,6 +109,8 @@ class Attends(nn.Module):
         torch.manual_seed(0)
         self.kind = kind
         self.embedding, self.qkv, self.head = nn.Embedding(31, 16), nn.Linear(16, 48), nn.Linear(16, 31)
+        if kind == "sinks":
+            self.sinks = nn.Parameter(torch.randn(4))
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         x = self.embedding(input_ids)
@@ -119,6 +121,8 @@ class Attends(nn.Module):
             slopes = 0.5 ** torch.arange(1, 5, dtype=x.dtype)
             mask = torch.where(apart > 0, float("-inf"), apart * slopes[:, None, None])[None]
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        elif self.kind == "sinks":
+            y, _ = own.attention(q, k, v, None, None, True, 0, 0.5, 0.0, self.sinks[None, :, None])
         else:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=self.kind != "both sides")
         y = y.transpose(1, 2).flatten(2)
@@ -139,6 +143,7 @@ def attends(kind: str) -> Captured:
         ("both sides", True, ""),
         ("counted", True, "goes by the places of tokens in the row"),
         ("causal", True, ""),
+        ("sinks", True, ""),
     ],
 )
 def test_attention_of_every_kind(kind: str, travels: bool, why: str) -> None:
@@ -151,6 +156,12 @@ def test_attention_of_every_kind(kind: str, travels: bool, why: str) -> None:
     assert not why or why in found.notes[-1]
     (result,) = check(captured.graph, ["ring3"], captured.params, captured.buffers, captured.batches)
     assert (result.ok, result.documents) == (True, "in rows"), result
+
+
+@pytest.mark.parametrize("strategy", ["tp2.cp2", "tp2.ring2+sp", "rows2", "pp1.dp2"])
+def test_sinks_are_cut_as_heads_are(strategy: str) -> None:
+    result = attends("sinks").check(strategy)
+    assert result.ok, result
 
 
 def test_steps_are_of_their_module() -> None:

@@ -12,7 +12,9 @@ from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.printer import format_graph
 from fxpar.precision import Precision, with_precision
 from fxpar.torch_api import kernels
+from fxpar.tracer import capture
 from tests import captured
+from tests.flow import layers
 from tests.precision.runs import (
     BF16,
     EVERY_RUN,
@@ -143,6 +145,14 @@ def test_attention_and_logits_go_in_uncast():
     vocab = case("llama").loaded.params()["head.weight"].shape[0]
     tokens = case("llama").graph.dims[0].symbol
     assert not [n for n in calls(graph) if floats(n) == {WIDE} and f"[{tokens}, {vocab}]" in str(n.meta["tensor"])]
+
+
+def test_decays_are_made_wide_and_go_in_uncast():
+    """They add up over the tokens; all else of a recurrence is low."""
+    net = layers.Net([layers.HARMLESS["recurrence"]]).float()
+    graph = with_precision(capture(net, layers.loss_of, layers.documents()[0]), BF16)
+    (node,) = calls(graph, own.recurrence.default)
+    assert [operand.meta["tensor"].dtype for operand in node.args[:5]] == [LOW, LOW, LOW, WIDE, LOW]
 
 
 def test_the_loss_is_wide_from_the_cross_entropy_on():

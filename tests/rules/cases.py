@@ -226,6 +226,7 @@ INDEXING = [
     Case(aten.index_select.default, lambda: (x(6, 20), 1, ids(20, 12)), (3, 3)),
     Case(aten.index_select.default, lambda: (x(6, 20), -1, ids(20, 7)), (3, 3), note="uneven"),
     Case(aten.slice_scatter.default, lambda: (x(6, 12), x(6, 4), 1, 2, 6), (1, 1)),
+    Case(aten.select_scatter.default, lambda: (x(6, 4, 12), x(6, 12), 1, 2), (2, 2)),
     Case(aten.gather.default, lambda: (x(6, 12), 1, ids(12, 6, 5)), (2, 2)),
     Case(aten.gather.default, lambda: (x(6, 12, 7), -2, ids(12, 6, 5, 7)), (3, 3), note="uneven"),
     Case(aten.gather.default, lambda: (x(6, 12), 1, ids(12, 4, 5)), (1, 1), note="fewer rows"),

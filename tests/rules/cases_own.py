@@ -76,7 +76,18 @@ def _attention() -> list[Case]:
                         note=f"{note} kv{kv_heads}",
                     )
                 )
+    for B, S in ((1, 1), (6, 1), (1, 5), (6, 5)):  # sinks per head, of each row, of each token
+        for kv in (6, 3):
+            made = lambda B=B, S=S, kv=kv: (*forward(6, 12, kv), x(B, 12, S))  # noqa: E731
+            cases.append(Case(own.attention.default, made, (2, 2), note=f"sinks {B} {S} kv{kv}"))
+        cases.append(Case(own.attention_sinks_backward.default, lambda B=B, S=S: _sinks(B, S), (2, 2), note=f"{B} {S}"))
     return cases
+
+
+def _sinks(B: int, S: int) -> tuple[Tensor, ...]:
+    sinks = x(B, 12, S)
+    out, lse = own.attention.default(*forward(6, 12, 3), sinks)
+    return x(*out.shape), out, lse, sinks
 
 
 def _labels(N: int, V: int) -> Tensor:
@@ -91,8 +102,35 @@ def _ce_backward(V: int, padding: int) -> tuple[Any, ...]:
     return x(12), x(12), logits, target, classes, lse
 
 
+def _recurrence(
+    B: int, Hk: int, H: int, rows: int = 1, ids: Tensor | None = None, delta: bool = True
+) -> tuple[Any, ...]:
+    q, k = x(B, 5, Hk, 3), x(B, 5, Hk, 3)
+    return q, k, x(B, 5, H, 4), -pos(B, 5, H, rows), pos(B, 5, H), ids, delta
+
+
+def _scans() -> list[Case]:
+    cases = []
+    for sizes, at_least in (((6, 6, 6), 2), ((6, 6, 12), 2), ((6, 1, 12), 2), ((1, 5, 5), 0), ((1, 1, 6, 3), 1)):
+        for told in (None, *sorted({1, sizes[0]})):
+            rows = None if told is None else documents(told)[0]
+            forward = lambda sizes=sizes, rows=rows: _recurrence(*sizes, ids=rows)  # noqa: E731
+            backward = lambda make=forward: (x(*make()[2].shape), *make())  # noqa: E731
+            note = f"{sizes}, {told} rows of documents"
+            cases.append(Case(own.recurrence.default, forward, (at_least, at_least), note=note))
+            cases.append(Case(own.recurrence_backward.default, backward, (at_least, at_least), note=note))
+    for bias, told in ((None, None), (x(12), 6), (x(12), 1)):
+        rows = None if told is None else documents(told)[0]
+        conv = lambda bias=bias, rows=rows: (x(6, 12, 5), x(12, 4), bias, rows)  # noqa: E731
+        back = lambda rows=rows: (x(6, 12, 5), x(6, 12, 5), x(12, 4), rows)  # noqa: E731
+        cases.append(Case(own.causal_conv.default, conv, (2, 2), note=f"{told} rows of documents"))
+        cases.append(Case(own.causal_conv_backward.default, back, (2, 2), note=f"{told} rows of documents"))
+    return cases
+
+
 OWN = [
     *_attention(),
+    *_scans(),
     Case(own.cross_entropy.default, lambda: (x(12, 18), _labels(12, 18), row_ids(18)), (2, 2)),
     Case(own.cross_entropy.default, lambda: (x(12, 17), _labels(12, 17), row_ids(17)), (2, 2), note="uneven"),
     Case(own.cross_entropy.default, lambda: (x(7, 18), _labels(7, 15), row_ids(15, 3)), (2, 2), note="padding columns"),

@@ -141,6 +141,19 @@ def test_a_branch_on_fractions_around_one_size_is_none(holds):
         capture(With(lambda x: x * 2 if holds(x.shape[0]) else x), sum_loss, X)
 
 
+@pytest.mark.parametrize(
+    ("number", "maximum"), [(lambda n: (4 * n - 1) // n, None), (lambda n: n // 8, 7), (lambda n: (n + 3) // 16, 12)]
+)
+def test_a_loop_over_a_quotient_is_what_the_quotient_means(number, maximum):
+    (dim,) = capture(With(lambda x: sum(x * i for i in range(number(x.shape[0]) + 1))), sum_loss, X).dims
+    assert (dim.minimum, dim.maximum) == (1, maximum)
+
+
+def test_a_quotient_that_only_some_sizes_have_fixes_them():
+    with pytest.raises(errors.SpecializedShapeError, match=r"holds only where .*//2.*test_dim_errors.py:"):
+        capture(With(lambda x: sum(x * i for i in range(x.shape[0] // 2))), sum_loss, X)
+
+
 @pytest.mark.parametrize("text", [str, repr, lambda n: f"{n}"])
 def test_a_text_of_a_size_is_told(text):
     with pytest.warns(errors.FxparWarning, match=r"test_dim_errors.py:\d+ makes a text of B, the rows of the batch"):

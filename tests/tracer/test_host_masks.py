@@ -151,10 +151,30 @@ def test_attention_without_a_mask_is_that_of_torch(name):
     check(ATTENDING[name].double(), losses.causal_lm, [tokens(12), tokens(17)])
 
 
-@pytest.mark.parametrize("sinks", [lambda heads: heads.sum(-1), lambda heads: 2.0])
-def test_numbers_that_some_attention_computes_with_are_an_error(sinks):
-    with pytest.raises(errors.UnsupportedOpError, match="attention with 'sinks' cannot be captured"):
-        capture(Attending(sinks=sinks).double(), losses.causal_lm, tokens(8))
+@pytest.mark.parametrize("tilt", [lambda heads: heads.sum(-1), lambda heads: 2.0])
+def test_numbers_that_some_attention_computes_with_are_an_error(tilt):
+    with pytest.raises(errors.UnsupportedOpError, match="attention with 'tilt' cannot be captured"):
+        capture(Attending(tilt=tilt).double(), losses.causal_lm, tokens(8))
+
+
+def test_a_sink_per_query_is_one_key_more():
+    def dense(model, batch):
+        x = model.model.embed_tokens(batch["input_ids"])
+        heads = x.unflatten(-1, (4, 8)).transpose(1, 2)
+        behind = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
+        scores = (heads @ heads.mT / 8**0.5).masked_fill(behind, -torch.inf)
+        weights = torch.cat([scores, heads.sum(-1, keepdim=True)], -1).softmax(-1)[..., :-1]
+        logits = model.lm_head(x + (weights @ heads).transpose(1, 2).flatten(2))
+        return losses.cross_entropy_sum(logits, batch["labels"])
+
+    model = Attending(sinks=lambda heads: heads.sum(-1, keepdim=True)).double()
+    assert attention_nodes(check(model, losses.causal_lm, [tokens(12), tokens(17)], expected=dense))
+
+
+@pytest.mark.parametrize("options", [{"s_aux": lambda heads: heads}, {"sinks": lambda heads: heads.sum(-1)}])
+def test_sinks_of_another_shape(options):
+    with pytest.raises(errors.UnsupportedOpError, match="attention with sinks of the shape"):
+        capture(Attending(**options).double(), losses.causal_lm, tokens(8))
 
 
 def test_prepared_mask_is_used_as_it_is():

@@ -167,8 +167,12 @@ def test_encoder_decoder():
     assert graph.dims[0].maximum is None  # the table of relative positions is no bound
 
 
-def test_attention_sinks_are_an_error():
-    config = transformers.GptOssConfig(**LLAMA, head_dim=8, num_local_experts=2)
-    model = transformers.GptOssForCausalLM(config)
-    with pytest.raises(errors.UnsupportedOpError, match=r"s_aux.*layers\.0\.self_attn.*modeling_gpt_oss\.py"):
-        capture(model, losses.causal_lm, tokens(8))
+def test_attention_sinks_are_learned():
+    config = transformers.GraniteSWAConfig(**LLAMA, head_dim=8)
+    model = transformers.GraniteSWAForCausalLM(config).double()
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    # The model itself takes the sigmoid of a sink in float32.
+    graph = check(model, losses.causal_lm, [tokens(9), tokens(40)], 1e-6)
+    assert all(len(node.args) == 10 for node in attention_nodes(graph))
+    assert ops(graph).count("fxpar.attention_sinks_backward") == len(attention_nodes(graph))
