@@ -115,7 +115,7 @@ def _spans(counts: Tensor) -> list[tuple[int, int, int]]:
 
 def _grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """In a loop, where there is no kernel for it: on the CPU, and in float64."""
-    _check("grouped_mm", rows, weight)
+    _check("grouped_mm", rows, weight, 2)
     if rows.is_cuda and rows.dtype != torch.float64:
         ends = counts.cumsum(0)
         out = F.grouped_mm(rows, weight, offs=ends.int())
@@ -137,8 +137,8 @@ def _grouped_mm_backward(grad: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     return out
 
 
-def _check(op: str, x: Tensor, weight: Tensor) -> None:
-    if weight.dim() != 3 or x.dim() not in (2, 3) or _differ(x.shape[-1], weight.shape[1]) or x.dtype != weight.dtype:
+def _check(op: str, x: Tensor, weight: Tensor, rank: int) -> None:
+    if weight.dim() != 3 or x.dim() != rank or _differ(x.shape[-1], weight.shape[1]) or x.dtype != weight.dtype:
         given = f"{tuple(x.shape)} {x.dtype} and weight {tuple(weight.shape)} {weight.dtype}"
         raise OpInputError(op, f"{given} are not rows [..., D] and [E, D, F] of one dtype")
 
@@ -157,7 +157,7 @@ def _differ(a: Any, b: Any) -> bool:
 
 # ------------------------------------------------------------------------------------ rows in the order of tokens
 def _expert_mm(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    _check("expert_mm", x, weight)
+    _check("expert_mm", x, weight, 3)
     _check_ids("expert_mm", x, ids)
     order, counts = _route_rows(ids, weight.shape[0])
     slots = ids.shape[-1]
@@ -173,7 +173,7 @@ def _expert_mm_backward(grad: Tensor, x: Tensor, ids: Tensor, experts: int) -> T
 
 # ------------------------------------------------------------------------------------ shapes, and gradients
 def _expert_mm_fake(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    _check("expert_mm", x, weight)
+    _check("expert_mm", x, weight, 3)
     _check_ids("expert_mm", x, ids)
     return x.new_empty(*x.shape[:-1], weight.shape[2])
 
@@ -190,7 +190,7 @@ def _route_rows_fake(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _grouped_mm_fake(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    _check("grouped_mm", rows, weight)
+    _check("grouped_mm", rows, weight, 2)
     return rows.new_empty(rows.shape[0], weight.shape[2])
 
 

@@ -141,6 +141,7 @@ VIEWS = [
     Case(aten.transpose.int, lambda: (x(6, 4, 12), -1, -2), (4, 3), note="negative"),
     Case(aten.t.default, lambda: (x(6, 12),), (3, 3)),
     Case(aten.t.default, lambda: (x(6),), (2, 2), note="vector"),
+    Case(aten.polar.default, lambda: (x(6, 12), x(6, 12)), (2, 2)),
     Case(aten.view_as_complex.default, lambda: (x(6, 12, 2),), (2, 2)),
     Case(aten.view_as_real.default, lambda: (torch.view_as_complex(x(6, 12, 2)),), (2, 2)),
     Case(aten._conj.default, lambda: (torch.view_as_complex(x(6, 12, 2)),), (2, 2)),
