@@ -17,7 +17,7 @@ from fxpar.annotate.bins import reads_bins
 from fxpar.annotate.driver import degrees_product
 from fxpar.annotate.nesting import together
 from fxpar.errors import VerifyError
-from fxpar.ir.axes import BINS, RING
+from fxpar.ir.axes import BINS, EXPERTS, RING
 from fxpar.ir.collectives import reshard
 from fxpar.ir.dist_config import DistConfig, OuterShard, R, Shard
 from fxpar.ir.exec_graph import collective_kind
@@ -190,7 +190,7 @@ def _by_tokens(role: str, view: OpView, bins: bool) -> Option | None:
     """The option with tokens cut that attention has on an axis of this role."""
     if role == RING:
         return attention_in_ring(view)
-    return attention_by_tokens(view) if bins and role == BINS else None
+    return attention_by_tokens(view) if bins and role in (BINS, EXPERTS) else None
 
 
 def _check_nesting(
