@@ -47,7 +47,7 @@ class ZeroShard:
         for node, info in zip(graph.placeholders, graph.inputs, strict=True):
             if info.kind != "param" or not info.meta.shape:
                 continue
-            level, axis = strategy.zero_of(info.fqn), strategy.data_axes_of(info.fqn)
+            level, axis = strategy.zero_of(info.fqn), left_axes(dist_of(node), strategy.data_axes_of(info.fqn))
             if level < max(1, self.params_from) or not axis:
                 continue
             compute = dist_of(node)
@@ -82,6 +82,13 @@ def _released_blocks(graph: AnnotatedGraph, blocks: Mapping[str, str]) -> set[st
     return {
         block for block in last_use if any(first_use[other] > last_use[block] for other in layers if other != block)
     }
+
+
+def left_axes(config: DistConfig, axes: str) -> str:
+    """Those of `axes`, joined by '.', that do not cut a tensor yet, as ep cuts the weights of experts."""
+    used = [name for joined in config.shard_axes for name in joined.split(".")]
+    left = [a for a in axes.split(".") if a and not any(config.mesh.overlap(a, one) for one in used)]
+    return ".".join(left)
 
 
 def shard_over(config: DistConfig, axis: str, shape: Sequence[Any]) -> DistConfig:

@@ -22,7 +22,7 @@ from fxpar.ir.graph import AnnotatedGraph, Input, LogicalGraph, TensorMeta
 from fxpar.ir.node_meta import input_kind, is_backward, tensor_metas, tensor_of
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.strategy_text import parse_override
-from fxpar.ops.traits import ATTENTION, EXPERT_PRODUCTS, EXPERT_PRODUCTS_BACKWARD, is_product, is_view
+from fxpar.ops.traits import ATTENTION, BY_EXPERT, is_product, is_view
 from fxpar.rules.option import Option
 from fxpar.rules.own_ops import (
     attention_by_tokens,
@@ -41,7 +41,6 @@ WHOLE_ACTIVATION = 0.5
 CARRIED_TERM = 1e-3  # breaks ties, as a term that is carried on sends nothing by itself
 
 _CUTS = (Shard, OuterShard)
-_BY_EXPERT = EXPERT_PRODUCTS | EXPERT_PRODUCTS_BACKWARD
 
 
 def cut_kinds(problem: AxisProblem, entry: OpClass, option: Option) -> list[bool | None]:
@@ -248,12 +247,12 @@ class ExpertsAxis(RowsAxis):
         return super().sources(entry)
 
     def extra(self, problem: AxisProblem, entry: OpClass) -> list[Option]:
-        if entry.view.target in _BY_EXPERT:
+        if entry.view.target in BY_EXPERT:
             return [experts_apart(entry.view)]
         return super().extra(problem, entry) if self.in_bins else ContextAxis.extra(self, problem, entry)
 
     def refusal(self, problem: AxisProblem, entry: OpClass, option: Option) -> str:
-        if entry.view.target in _BY_EXPERT:
+        if entry.view.target in BY_EXPERT:
             return "" if option == experts_apart(entry.view) else "it leaves experts whole, which ep cuts"
         if is_of_experts(entry.nodes[0]):
             return ""

@@ -191,3 +191,10 @@ def expert_mm_backward_factors(op: OpView) -> list[Factor]:
 def first_two(op: OpView) -> list[Option]:
     """Linear in each of the first two operands."""
     return [linear(op, position) for position in (0, 1)]
+
+
+def experts_apart(op: OpView) -> Option:
+    """The option of a product by expert, or of its weights' gradients, where each rank has a run of the experts: rows
+    stay cut with their tokens, which an exchange has to take to the experts (`passes.exchange_tokens`).
+    """
+    return Option((Shard(0),) * len(op.inputs), (Shard(0),))
