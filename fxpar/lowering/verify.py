@@ -15,7 +15,7 @@ from torch import fx
 
 from fxpar.annotate.bins import reads_bins
 from fxpar.annotate.driver import degrees_product
-from fxpar.annotate.nesting import together
+from fxpar.annotate.nesting import together, without_experts
 from fxpar.errors import VerifyError
 from fxpar.ir.axes import BINS, EXPERTS, RING
 from fxpar.ir.collectives import reshard
@@ -208,6 +208,7 @@ def _check_nesting(
     """Axes cut in the order in which their options are legal, each on sizes local to those before, or in another that
     is as good.
     """
+    options = without_experts(node.target, options)
     order = {axis: turn for turn, axis in enumerate(strategy.model_axes)}
     for config in dict.fromkeys(configs):
         for entries in config.in_parts(strategy.atoms).dims:
