@@ -157,8 +157,10 @@ class _Exchange:
         for node in self.graph.nodes:
             if node in members:
                 found[node] = "same" if node.target in _GRADIENTS else "zero"
-            elif node.op == "call_function" and node not in stay and any(
-                found.get(o) in ("zero", "junk") for o in node.all_input_nodes
+            elif (
+                node.op == "call_function"
+                and node not in stay
+                and any(found.get(o) in ("zero", "junk") for o in node.all_input_nodes)
             ):
                 kind = self._made(node, found)
                 if kind is not None:

@@ -25,7 +25,13 @@ from fxpar.rules.option import Option, OpView
 
 Role = TensorAxis | ContextAxis
 # What an axis is used for unless the strategy names another role, and what such another role derives from.
-BASES: dict[str, type[Role]] = {"tp": TensorAxis, "cp": ContextAxis, RING: RingAxis, BINS: RowsAxis, EXPERTS: ExpertsAxis}
+BASES: dict[str, type[Role]] = {
+    "tp": TensorAxis,
+    "cp": ContextAxis,
+    RING: RingAxis,
+    BINS: RowsAxis,
+    EXPERTS: ExpertsAxis,
+}
 BUILTIN = {axis: f"{base.__module__}:{base.__name__}" for axis, base in BASES.items()}
 ROLES = Registry("role", "fxpar.roles", BUILTIN, UnknownRoleError)
 

@@ -105,7 +105,9 @@ def rows_of(node: fx.Node, given: Sequence[Rows | None], tokens: Any, slots: int
     rows = [kind for kind in given if kind]
     if node.target in _MULTIPLIES:
         return "zero" if "zero" in rows and "junk" not in rows else "junk"
-    keeps = node.target in KEEPS_ZERO or node.target in _MOVES or (node.target in _ADDS and len(rows) == len(given) == 2)
+    keeps = (
+        node.target in KEEPS_ZERO or node.target in _MOVES or (node.target in _ADDS and len(rows) == len(given) == 2)
+    )
     return "zero" if keeps and set(rows) == {"zero"} and len(rows) == len(given) else "junk"
 
 

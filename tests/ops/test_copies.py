@@ -22,7 +22,9 @@ def test_a_copy_for_each_rank_that_has_an_expert(slots: int, experts: int, ranks
     ids[4, 0] = -1
     tokens, sent = copies(ids, experts, ranks)
     wanted = [(r, t) for r in range(ranks) for t in range(11) if any(int(e) * ranks // experts == r for e in ids[t])]
-    wanted = [(r, t) for r, t in wanted if any(0 <= int(e) < experts and int(e) * ranks // experts == r for e in ids[t])]
+    wanted = [
+        (r, t) for r, t in wanted if any(0 <= int(e) < experts and int(e) * ranks // experts == r for e in ids[t])
+    ]
     assert tokens.tolist() == [t for _, t in wanted]
     assert sent.tolist() == [sum(rank == r for rank, _ in wanted) for r in range(ranks)]
 
