@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -44,8 +43,9 @@ from fxpar.rules.slots import Rows, has_tokens, is_by_token, rows_of, shapes_of
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 # Lookups in tables of a row per expert: op -> where the ids stand.
-_LOOKUPS = {own.embedding.default: 1, own.embedding_backward.default: 1}
+_LOOKUPS: dict[Any, int] = {own.embedding.default: 1, own.embedding_backward.default: 1}
 _GRADIENTS = EXPERT_PRODUCTS_BACKWARD | {own.embedding_backward.default}
+Kinds = Rows | tuple[Rows, ...]
 _MANY = 1 << 20  # elements of a dim that grows with the batch
 _MOST_STEPS = 6  # between what travels and the product that reads it
 
@@ -117,7 +117,8 @@ class _Exchange:
     def __init__(self, graph: AnnotatedGraph, group: _Group, number: int) -> None:
         self.graph, self.group = graph.graph, group
         self.ranks = graph.strategy.mesh.degree(group.axis)
-        self.tokens, self.slots = local_tensor(group.ids).shape
+        shape: Any = local_tensor(group.ids).shape
+        self.tokens, self.slots = shape
         mean = copies.mean_copies(self.slots, group.experts, self.ranks)
         most = min(self.slots, self.ranks)
         self.sent_rows = run_count(mean, most, self.tokens, 2 * number)
@@ -139,7 +140,7 @@ class _Exchange:
                 self._back(node, rows)
 
     # ------------------------------------------------------------------------------------- which calls run there
-    def _rows(self) -> dict[fx.Node, Rows]:
+    def _rows(self) -> dict[fx.Node, Kinds]:
         """The calls that run on copies, with what they make. What is junk in part must not leave: then it is made where
         the tokens are, of rows that have come back.
         """
@@ -149,10 +150,10 @@ class _Exchange:
             leaves = {n for n, kind in found.items() if kind == "junk" and any(u not in found for u in n.users)}
             if not leaves:
                 return found
-            stay |= leaves
+            stay |= {n.args[0] if n.target is operator.getitem else n for n in leaves}  # all results of an op
 
-    def _walk(self, stay: set[fx.Node]) -> dict[fx.Node, Rows]:
-        found: dict[fx.Node, Rows] = {}
+    def _walk(self, stay: set[fx.Node]) -> dict[fx.Node, Kinds]:
+        found: dict[fx.Node, Kinds] = {}
         members = set(self.group.members)
         for node in self.graph.nodes:
             if node in members:
@@ -160,17 +161,19 @@ class _Exchange:
             elif (
                 node.op == "call_function"
                 and node not in stay
-                and any(found.get(o) in ("zero", "junk") for o in node.all_input_nodes)
+                and any(found.get(o) not in (None, "same", "term") for o in node.all_input_nodes)
             ):
                 kind = self._made(node, found)
                 if kind is not None:
                     found[node] = kind
         return found
 
-    def _made(self, node: fx.Node, found: dict[fx.Node, Rows]) -> Rows | None:
+    def _made(self, node: fx.Node, found: dict[fx.Node, Kinds]) -> Kinds | None:
         if node.target is operator.getitem:
-            return found[node.args[0]]  # type: ignore[index]
-        given = [found.get(o) or ("same" if has_tokens(o) else None) for o in tensor_operands(node)]
+            source: Any = node.args
+            kinds = found[source[0]]
+            return kinds[source[1]] if isinstance(kinds, tuple) else kinds
+        given: list[Any] = [found.get(o) or ("same" if has_tokens(o) else None) for o in tensor_operands(node)]
         return rows_of(node, given, self.tokens, self.slots)
 
     # --------------------------------------------------------------------------------------------- making calls
@@ -211,7 +214,7 @@ class _Exchange:
         got = TensorMeta((self.received_rows, *meta.shape[1:]), meta.dtype)
         return self._call(c.exchange, (rows, self.group.axis, self.sent, self.come), got)
 
-    def _back(self, node: fx.Node, rows: dict[fx.Node, Rows]) -> None:
+    def _back(self, node: fx.Node, rows: dict[fx.Node, Kinds]) -> None:
         """What others read of a value comes back, summed up over copies."""
         meta = local_tensor(node)
         readers = [user for user in node.users if user not in rows]
@@ -227,7 +230,7 @@ class _Exchange:
             reader.replace_input_with(node, summed)
 
     # ------------------------------------------------------------------------------------------- calls on copies
-    def _take_over(self, node: fx.Node, rows: dict[fx.Node, Rows]) -> None:
+    def _take_over(self, node: fx.Node, rows: dict[fx.Node, Kinds]) -> None:
         """Let a call work on copies."""
         at = 2 if node.target in BY_EXPERT else _LOOKUPS.get(node.target)
         ids = None if at is None else node.args[at]

@@ -31,8 +31,7 @@ from fxpar.ir.dist_config import DistConfig, Partial
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.markers import vary
 from fxpar.ir.node_meta import dist_of, tensor_of
-from fxpar.ir.pass_base import Phase, Tier, gathered_together, insert, set_results
-from fxpar.passes.zero_shard import left_axes, shard_over
+from fxpar.ir.pass_base import Phase, Tier, gathered_together, insert, left_axes, set_results, shard_over
 
 
 @dataclass(frozen=True)

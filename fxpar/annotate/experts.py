@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import fx
 
@@ -67,9 +68,10 @@ def check_experts(logical: LogicalGraph, strategy: Strategy) -> None:
         if degree == 1:
             continue
         wanted.discard(rule)
-        experts, ids = tensor_of(node.args[1]).shape[0], tensor_of(node.args[2])
+        weight: Any = tensor_of(node.args[1]).shape
+        experts, ids = int(weight[0]), tensor_of(node.args[2])
         if experts % degree:
-            raise ExpertsDivideError(str(strategy), fqn_of(node), int(experts), degree)
+            raise ExpertsDivideError(str(strategy), fqn_of(node), experts, degree)
         if len(ids.shape) != 2 or token not in getattr(ids.shape[0], "free_symbols", ()):
             raise ExpertIdsError(str(strategy), fqn_of(node), str(ids))
     if wanted:

@@ -19,8 +19,8 @@ class RunCount(sympy.Function):
     is_nonnegative = True
 
     @classmethod
-    def eval(cls, balanced: Any, bound: Any, number: Any) -> Any:
-        return balanced if balanced.is_number else None
+    def eval(cls, *args: Any) -> Any:
+        return args[0] if args[0].is_number else None
 
     @property
     def bound(self) -> sympy.Expr:

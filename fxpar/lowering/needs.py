@@ -144,6 +144,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "global_to_local": (FITS, STEPS, GLOBAL),
     "ring_attention": (FITS, STEPS, LOCAL),
     "exchange_tokens": (FITS, STEPS, LOCAL),
+    "sort_rows": (FITS, STEPS, LOCAL, EXCHANGED),
     "lower_collectives": (FITS, STEPS, LOCAL, RINGS, EXCHANGED),
     "chunk_loss": (*_LATE, FUNCTIONAL, UNCHUNKED),
     "rematerialize": (*_LATE, FUNCTIONAL),

@@ -22,10 +22,11 @@ from fxpar.ir.node_meta import local_meta
 from fxpar.ir.pass_base import tensor_operands
 from fxpar.ops.traits import KEEPS_ZERO, is_elementwise, is_random
 
-aten = torch.ops.aten
+aten, own = torch.ops.aten, torch.ops.fxpar
 Rows = Literal["zero", "junk", "term", "same"]
 
 _SUMS = {aten.sum.dim_IntList, aten.mean.dim}
+_WEIGHED = {own.weighted_sum.default, own.weighted_sum_backward.default}
 _ADDS = {aten.add.Tensor, aten.sub.Tensor}
 _MULTIPLIES = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Scalar}
 # They move elements inside of a row where tokens and slots stay the first two dims.
@@ -78,7 +79,8 @@ def has_tokens(node: fx.Node) -> bool:
 
 def is_by_token(node: fx.Node, tokens: Any) -> bool:
     """Whether a call makes something of each of the first dim's `tokens` alone, by an op that this page knows."""
-    if not (is_elementwise(node.target) or node.target in _MOVES or node.target in _SUMS) or is_random(node.target):
+    known = is_elementwise(node.target) or node.target in _MOVES or node.target in _SUMS or node.target in _WEIGHED
+    if not known or is_random(node.target):
         return False
     made = shapes_of(node)
     if not _leaves(node, 1):
@@ -92,14 +94,20 @@ def is_by_token(node: fx.Node, tokens: Any) -> bool:
     return bool(made) and all(shape and shape[0] == tokens for shape in made)
 
 
-def rows_of(node: fx.Node, given: Sequence[Rows | None], tokens: Any, slots: int) -> Rows | None:
+def rows_of(
+    node: fx.Node, given: Sequence[Rows | None], tokens: Any, slots: int
+) -> Rows | tuple[Rows, ...] | None:
     """What a call makes of rows, with `given` for each of its tensor operands (None: no tokens in it); None where it
-    is not known to keep tokens and slots apart.
+    is not known to keep tokens and slots apart. A tuple for an op whose results are not alike.
     """
     if not is_by_token(node, tokens) or "term" in given:
         return None
     if node.target in _SUMS:
         return _summed(node, given[0])
+    if node.target is own.weighted_sum.default:
+        return "term" if given[0] == "zero" and given[1] == "same" else None
+    if node.target is own.weighted_sum_backward.default:  # (grad, rows, weights) -> (drows, dweights)
+        return ("junk", "zero" if given[1] == "zero" and given[0] == "same" else "junk")
     if any(shape[:2] != (tokens, slots) for shape in shapes_of(node)) or not _leaves(node, 2):
         return None
     rows = [kind for kind in given if kind]

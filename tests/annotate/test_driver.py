@@ -254,11 +254,9 @@ def test_no_warning_without_a_tensor_or_context_axis():
 
 
 # ------------------------------------------------------------------------------------------------------- others
-def test_experts_are_not_there_yet():
-    with pytest.raises(
-        NotYetError, match=r"axis 'ep' of strategy 'dp2\.ep2' is not supported yet\. Use dp, pp, cp, ring, rows and tp"
-    ):
-        annotate(llama().graph, Strategy.parse("dp2.ep2"))
+def test_no_experts():
+    with pytest.raises(NoExpertsError, match="ep cuts experts, and model 'Llama' has none"):
+        annotate(pack_documents(llama().graph), Strategy.parse("dp2.ep2"))
     annotate(llama().graph, Strategy.parse("dp2.ep1.pp1"))
 
 

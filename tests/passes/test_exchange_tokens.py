@@ -10,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxpar import losses
+from fxpar import losses, weighted_sum
 from fxpar.errors import ExpertIdsError, ExpertsDivideError, NoExpertsError, VerifyError
 from fxpar.graph_files import load_graph, save_graph
 from fxpar.ir.counts import RunCount
 from fxpar.ir.exec_graph import ExecGraph
 from fxpar.lowering import default_passes, lower
-from fxpar.memory import predict_memory
 from fxpar.ops import copies
 from fxpar.passes.pack_documents import pack_documents
 from tests.captured import Captured, llama, take, tokens
@@ -53,7 +52,9 @@ class Experts(nn.Module):
         made = made if self.b2 is None else made + F.embedding(ids, self.b2)
         if self.kind == "norm behind":
             made = F.layer_norm(made, (WIDTH,), bias=torch.ones(WIDTH, dtype=made.dtype))
-        return (made * weights.unsqueeze(-1)).sum(-2).view_as(x)
+        if self.kind in ("biased", "not flat"):
+            return (made * weights.unsqueeze(-1)).sum(-2).view_as(x)
+        return weighted_sum(made, weights).view_as(x)
 
 
 class Model(nn.Module):
