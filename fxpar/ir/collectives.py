@@ -61,7 +61,7 @@ def shift(x: Tensor, axis: str) -> Tensor:
 
 
 def exchange(x: Tensor, axis: str, sent: Tensor, received: Tensor) -> Tensor:
-    """Rows of x by rank, `sent` [ranks] of them to each -> rows by rank, `received` from each. Between local tensors."""
+    """Rows of x by rank, `sent` [ranks] of them to each -> rows by rank, `received` from each; of local tensors."""
     _not_lowered("exchange")
 
 

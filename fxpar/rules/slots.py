@@ -94,9 +94,7 @@ def is_by_token(node: fx.Node, tokens: Any) -> bool:
     return bool(made) and all(shape and shape[0] == tokens for shape in made)
 
 
-def rows_of(
-    node: fx.Node, given: Sequence[Rows | None], tokens: Any, slots: int
-) -> Rows | tuple[Rows, ...] | None:
+def rows_of(node: fx.Node, given: Sequence[Rows | None], tokens: Any, slots: int) -> Rows | tuple[Rows, ...] | None:
     """What a call makes of rows, with `given` for each of its tensor operands (None: no tokens in it); None where it
     is not known to keep tokens and slots apart. A tuple for an op whose results are not alike.
     """

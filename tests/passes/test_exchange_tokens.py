@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxpar import losses, weighted_sum
+from fxpar import expert_mm, losses, weighted_sum
 from fxpar.errors import ExpertIdsError, ExpertsDivideError, NoExpertsError, VerifyError
 from fxpar.graph_files import load_graph, save_graph
 from fxpar.ir.counts import RunCount
@@ -39,21 +39,23 @@ class Experts(nn.Module):
             nn.init.constant_(self.router.bias[:slots], 1e3)
 
     def forward(self, x: Tensor) -> Tensor:
-        flat = x if self.kind == "not flat" else x.flatten(0, 1)
+        flat = x.flatten(0, 1)
         weights, ids = self.router(flat).softmax(-1).topk(self.slots, -1)
-        made = own.expert_mm(flat.unsqueeze(-2).expand(*ids.shape, -1), self.w1, ids)
+        if self.kind == "no slots":
+            return expert_mm(flat, self.w1, ids[:, 0]).view(*x.shape[:2], -1).repeat(1, 1, 2)[..., :WIDTH] + x
+        made = expert_mm(flat.unsqueeze(1).expand(*ids.shape, -1), self.w1, ids)
         made = made if self.b1 is None else made + F.embedding(ids, self.b1)
         gate, up = made.chunk(2, -1)
         if self.kind == "biased":  # ones of zeros: another rank's rows are not zeros any more
             made = torch.sigmoid(gate) * (up + 1)
         else:
             made = F.silu(gate) * up
-        made = own.expert_mm(made, self.w2, ids)
+        made = expert_mm(made, self.w2, ids)
         made = made if self.b2 is None else made + F.embedding(ids, self.b2)
         if self.kind == "norm behind":
             made = F.layer_norm(made, (WIDTH,), bias=torch.ones(WIDTH, dtype=made.dtype))
-        if self.kind in ("biased", "not flat"):
-            return (made * weights.unsqueeze(-1)).sum(-2).view_as(x)
+        if self.kind == "biased":
+            return (made * weights.unsqueeze(-1)).sum(1).view_as(x)
         return weighted_sum(made, weights).view_as(x)
 
 
@@ -116,9 +118,9 @@ def test_each_token_travels_once_to_a_rank() -> None:
 def test_products_in_between_run_where_the_experts_are() -> None:
     """No rows of the width between two products travel, and no wider ones than copies have."""
     graph = program("ep4").body.graph
-    products = [n for n in graph.nodes if n.target is own.expert_mm.default]
+    products = [n for n in graph.nodes if n.target is own.grouped_mm.default]
     assert len(products) == 4
-    assert {str(n.meta["local"].shape[0]) for n in products} == {"count1"}
+    assert {str(n.meta["local"].shape[0]) for n in products} == {"2*count1"}
     counted = [n for n in graph.nodes if n.target is copies.copies]
     assert len(counted) == 1  # for forward and backward
 
@@ -150,7 +152,7 @@ def test_graph_files(tmp_path: Path) -> None:
         (moe, "ep3", ExpertsDivideError, "4 experts of 'layers.0.experts' do not divide over 3 ranks. Write ep2"),
         (moe, "rows2[embedding: ep2]", NoExpertsError, "rule 'embedding: ep2'.*its modules have none"),
         (llama, "dp2.ep2", NoExpertsError, "model 'Llama' has none.*Write rows"),
-        (functools.partial(moe, "not flat"), "ep2", ExpertIdsError, "are \\[tokens, slots\\]. Flatten"),
+        (functools.partial(moe, "no slots"), "ep2", ExpertIdsError, "are \\[tokens, slots\\]"),
     ],
 )
 def test_what_cannot_be(captured, strategy: str, error: type[Exception], says: str) -> None:
@@ -161,5 +163,5 @@ def test_what_cannot_be(captured, strategy: str, error: type[Exception], says: s
 def test_a_ladder_without_the_pass() -> None:
     """Each rank would compute with experts that it does not have."""
     ladder = [step for step in default_passes() if step.name != "exchange_tokens"]
-    with pytest.raises(VerifyError, match="'lower_collectives' needs tokens at their experts"):
+    with pytest.raises(VerifyError, match="'sort_rows' needs tokens at their experts"):
         lower(pack_documents(moe().graph), "ep2", passes=ladder)
