@@ -7,11 +7,11 @@ Grammar: `axes ('+' flag)*` with axes `name degree ('.' name degree)*`, outermos
 Axes: dp (data), pp (pipeline), cp (context: tokens, heads in attention), ring (tokens, in attention too), rows (tokens,
 packed so that no document is cut), tp (tensor), ep (as rows, with experts cut: tokens travel to them). Flags: sp
 (Megatron sequence parallel on the tp axis), zero1 | zero2 | zero3 (optimizer state | + gradients | + parameters sharded
-over dp, cp, ring, rows and ep), remat or remat(...) (recomputation, see `Remat`), offload or offload(0.5) (all, or that share, of what the forward saves for the
-backward goes to the host), chunks(16) (the loss over the vocabulary, in as many chunks of tokens). With pp: gpipe |
-1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see `Pipeline`), cut(layers.3|layers.6) (where stages begin).
-role(tp=name) (what an axis is used for, where another package says so, see `fxpar.annotate.roles`). Rules in brackets
-at the end say what some modules do otherwise (see `fxpar.ir.module_rules`):
+over dp, cp, ring, rows and ep), remat or remat(...) (recomputation, see `Remat`), offload or offload(0.5) (all, or that
+share, of what the forward saves for the backward goes to the host), chunks(16) (the loss over the vocabulary, in as
+many chunks of tokens). With pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see `Pipeline`),
+cut(layers.3|layers.6) (where stages begin). role(tp=name) (what an axis is used for, where another package says so, see
+`fxpar.annotate.roles`). Rules in brackets at the end say what some modules do otherwise (see `fxpar.ir.module_rules`):
 
     dp2.tp4+sp[*.self_attn: cp4; lm_head: tp4]
 
