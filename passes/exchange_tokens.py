@@ -148,9 +148,42 @@ class _Exchange:
         while True:
             found = self._walk(stay)
             leaves = {n for n, kind in found.items() if kind == "junk" and any(u not in found for u in n.users)}
+            leaves = {n.args[0] if n.target is operator.getitem else n for n in leaves}  # all results of an op
+            leaves = leaves or self._too_far(found)
             if not leaves:
                 return found
-            stay |= {n.args[0] if n.target is operator.getitem else n for n in leaves}  # all results of an op
+            stay |= leaves
+
+    def _too_far(self, found: dict[fx.Node, Kinds]) -> set[fx.Node]:
+        """Of the calls behind the last products, those that are no way to a smaller result: with them more would
+        travel, of the result and of what else they read, than with what they are made of.
+        """
+        before, todo = set[fx.Node](), list(self.group.members)
+        while todo:
+            node = todo.pop()
+            if node not in before:
+                before.add(node)
+                todo += [o for o in node.all_input_nodes if o in found]
+        needed = {one for node in before for one in self._read(node, found)}
+        cost: dict[fx.Node, float] = {}
+        left: set[fx.Node] = set()
+        for node in reversed(found):
+            users = [user for user in node.users if user in found]
+            behind = [user for user in users if user not in before]
+            alone = isinstance(local_meta(node), TensorMeta) and found[node] != "junk"
+            here = _width(node) if alone else math.inf
+            further = sum(cost[user] for user in behind)
+            further += sum(map(_width, {one for user in behind for one in self._read(user, found)} - needed))
+            away = len(users) < len(node.users)  # the value leaves in any case
+            cost[node] = here if away or not behind else min(here, further)
+            if behind and (away or here <= further):
+                left.update(behind)
+        return left
+
+    def _read(self, node: fx.Node, found: dict[fx.Node, Kinds]) -> set[fx.Node]:
+        """What has to travel for a call besides its rows."""
+        others = (o for o in node.all_input_nodes if o not in found and not is_size(o) and has_tokens(o))
+        return {one for other in others for one in self._sources(other)}
 
     def _walk(self, stay: set[fx.Node]) -> dict[fx.Node, Kinds]:
         found: dict[fx.Node, Kinds] = {}
@@ -269,10 +302,8 @@ class _Exchange:
     def _get(self, value: fx.Node) -> fx.Node:
         """A value of the rank's own tokens, of the copies that it gets: what is large for a token is made there."""
         if value not in self.received:
-            operands = self._operands(value)
-            cost = self._cost(value, 0)
-            if operands and cost < _width(value):
-                given = {operand: self._get(operand) for operand in operands}
+            if value not in self._sources(value):
+                given = {operand: self._get(operand) for operand in self._operands(value)}
                 assert self.here is not None
                 with self.graph.inserting_before(self.here):
                     made = self.graph.node_copy(value, lambda n: given.get(n, n))
@@ -291,13 +322,12 @@ class _Exchange:
             return []
         return [operand for operand in tensor_operands(value) if has_tokens(operand)]
 
-    def _cost(self, value: fx.Node, steps: int) -> int:
-        """Numbers per copy that travel for a value."""
-        if value in self.received:
-            return 0
-        operands = self._operands(value) if steps < _MOST_STEPS else []
-        made = sum(self._cost(operand, steps + 1) for operand in dict.fromkeys(operands))
-        return min(_width(value), made) if operands else _width(value)
+    def _sources(self, value: fx.Node, steps: int = _MOST_STEPS) -> frozenset[fx.Node]:
+        """What has to travel for a value: itself, or what it is made of if that is less."""
+        operands = self._operands(value) if steps and value not in self.received else []
+        made = frozenset[fx.Node]().union(*(self._sources(operand, steps - 1) for operand in operands))
+        less = sum(_width(one) for one in made if one not in self.received) < _width(value)
+        return made if operands and less else frozenset([value])
 
 
 def _width(value: fx.Node) -> int:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from fxpar.ir import collectives
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.node_meta import local_meta
 from fxpar.ir.pass_base import tensor_operands
@@ -64,6 +65,14 @@ _DIMS: dict[Any, tuple[int, bool]] = {
     aten.cat.default: (1, False),
     aten.stack.default: (1, True),
 }
+# Collectives over ranks that have the same copies, as they have parts of each row: position of the dims in question.
+_BETWEEN_PARTS: dict[Any, tuple[int, ...]] = {
+    collectives.all_reduce: (),
+    collectives.all_gather: (2,),
+    collectives.reduce_scatter: (3,),
+    collectives.all_to_all: (2, 4),
+    collectives.shard: (2,),
+}
 
 
 def shapes_of(node: fx.Node) -> list[tuple[Any, ...]]:
@@ -98,7 +107,11 @@ def rows_of(node: fx.Node, given: Sequence[Rows | None], tokens: Any, slots: int
     """What a call makes of rows, with `given` for each of its tensor operands (None: no tokens in it); None where it
     is not known to keep tokens and slots apart. A tuple for an op whose results are not alike.
     """
-    if not is_by_token(node, tokens) or "term" in given:
+    if "term" in given:
+        return None
+    if node.target in _BETWEEN_PARTS:
+        return given[0] if _is_between_parts(node, tokens, slots) else None
+    if not is_by_token(node, tokens):
         return None
     if node.target in _SUMS:
         return _summed(node, given[0])
@@ -115,6 +128,14 @@ def rows_of(node: fx.Node, given: Sequence[Rows | None], tokens: Any, slots: int
         node.target in KEEPS_ZERO or node.target in _MOVES or (node.target in _ADDS and len(rows) == len(given) == 2)
     )
     return "zero" if keeps and set(rows) == {"zero"} and len(rows) == len(given) else "junk"
+
+
+def _is_between_parts(node: fx.Node, tokens: Any, slots: int) -> bool:
+    """Whether a collective leaves tokens and slots as they are, and sums at most."""
+    dims: Any = [node.args[position] for position in _BETWEEN_PARTS[node.target]]
+    rows = all(shape[:2] == (tokens, slots) for one in (node, node.args[0]) for shape in shapes_of(one))  # type: ignore[arg-type]
+    sums = node.target not in (collectives.all_reduce, collectives.reduce_scatter) or node.args[2] == "sum"
+    return rows and sums and all(dim >= 2 for dim in dims)
 
 
 def _leaves(node: fx.Node, dims: int) -> bool:
