@@ -41,6 +41,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
         weights, ids = self.router(flat).softmax(-1).topk(self.slots, -1)
+        weights = weights / weights.sum(-1, keepdim=True) * 2 if self.slots > 1 else weights
         if self.kind == "no slots":
             return expert_mm(flat, self.w1, ids[:, 0]).view(*x.shape[:2], -1).repeat(1, 1, 2)[..., :WIDTH] + x
         made = expert_mm(flat.unsqueeze(1).expand(*ids.shape, -1), self.w1, ids)
