@@ -53,8 +53,8 @@ class Experts(nn.Module):
             made = F.silu(gate) * up
         made = expert_mm(made, self.w2, ids)
         made = made if self.b2 is None else made + F.embedding(ids, self.b2)
-        if self.kind == "norm behind":
-            made = F.layer_norm(made, (WIDTH,), bias=torch.ones(WIDTH, dtype=made.dtype))
+        if self.kind == "ones behind":  # rows that are not zeros must not be added up
+            made = torch.cos(made)
         if self.kind == "biased":
             return (made * weights.unsqueeze(-1)).sum(1).view_as(x)
         return weighted_sum(made, weights).view_as(x)
@@ -98,7 +98,7 @@ def program(strategy: str) -> ExecGraph:
         ("usual", 2, "tp4+sp[*.experts: ep2.tp2]"),
         ("all to one", 1, "ep4"),
         ("biased", 4, "ep2+zero2"),
-        ("norm behind", 2, "ep2"),
+        ("ones behind", 2, "ep2"),
     ],
 )
 def test_gradients_are_those_of_one_device(kind: str, slots: int, strategy: str) -> None:
