@@ -295,11 +295,11 @@ class Experts(nn.Module):
 class Routed(nn.Module):
     """Each token through two of five experts with biases, and through one that all share."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 12) -> None:
         super().__init__()
         self.embedding, self.router, self.head = nn.Embedding(31, 16), nn.Linear(16, 5), nn.Linear(16, 31)
-        self.up, self.down = nn.Parameter(torch.randn(5, 16, 24) * 0.2), nn.Parameter(torch.randn(5, 12, 16) * 0.2)
-        self.bias = nn.Parameter(torch.randn(5, 24) * 0.2)
+        self.up, self.bias = (nn.Parameter(torch.randn(*s, 2 * hidden) * 0.2) for s in ((5, 16), (5,)))
+        self.down = nn.Parameter(torch.randn(5, hidden, 16) * 0.2)
         self.shared = nn.Linear(16, 16)
 
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from fxpar.cli.source import (
     check_one_team,
     check_placed,
     check_stage,
+    from_cache,
+    placed_words,
     read_file,
     read_lowered,
     read_origin,
@@ -53,7 +55,10 @@ def run_explain(request: ExplainRequest) -> None:
     with working() as status, collected_warnings(notes):
         status.update(f"reading {request.source.model}")
         graphs = _Graphs(request.source, strategies[0] if strategies else None)
-        document = explained(request, graphs)
+        asked = {"subject": request.subject, "stage": request.stage, "passes": request.passes}
+        what = {"kind": "explanation", **asked, **placed_words(request.source, graphs.strategy)}
+        build = functools.partial(explained, request, graphs)
+        document = from_cache(request.source, what, build, graphs.strategy, answer=True)
     if write_json(request.json, document):
         from fxpar.cli.explain_show import show
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -296,26 +297,28 @@ def _with_values(source: GraphSource) -> LoadedModel:
 
 
 def from_cache(
-    source: GraphSource, what: Mapping[str, Any], build: Callable[[], T], strategy: Strategy | None = None
+    source: GraphSource, what: Mapping[str, Any], build: Callable[[], T], *strategies: Strategy, answer: bool = False
 ) -> T:
-    """What `build` makes of the model, if it is not in the cache. `what` says what it is, as JSON values.
+    """What `build` makes of the model, if it is not in the cache. `what` says what it is, as JSON values. With `answer`
+    it is JSON values itself, and comes back as JSON has it.
 
     A build that captures has to call `note_files` (`read_logical` does), else it is made again each time. What is made
-    of a graph file, or under a `strategy` with roles of other packages, whose code may change, is not kept.
+    of a graph file, or under `strategies` with roles of other packages, whose code may change, is not kept.
     """
-    if not source.cache or source.is_file or (strategy is not None and strategy.roles):
-        return build()
+    if not source.cache or source.is_file or any(strategy.roles for strategy in strategies):
+        return json.loads(json.dumps(build())) if answer else build()
     cache = CaptureCache.of_user(_words(source))
+    read, write = (cache.read_answer, cache.write_answer) if answer else (cache.read, cache.write)
     capture = cache.find()
     if capture is not None:
-        value = cache.read(capture, what)
+        value = read(capture, what)
         if value is not None:
             return value
     value, texts = recorded(build)
     capture = cache.find()
     if capture is not None:
-        cache.write(capture, what, value, texts)
-    return value
+        write(capture, what, value, texts)
+    return json.loads(json.dumps(value)) if answer else value
 
 
 def note_files(source: GraphSource, model: LoadedModel) -> None:

@@ -61,16 +61,24 @@ def run_viz(request: VizRequest) -> None:
         raise SameOutputError(request.output)
     for path in (request.output, request.trace):
         check_output(path)
-    path = request.source.model
+    model = request.source.model
     request, plan = _planned(request)
     cluster = ClusterSpec.from_file(request.cluster) if request.cluster else None
     notes = [] if plan is None else _said(plan)
     with working() as status, collected_warnings(notes):
-        views = _views(request, cluster, plan, status.update)
-        if plan is not None:
-            plan.check_module(path, _parameters(views[0].graph), None)
-        status.update("drawing")
-        written = _write(request, views, notes)
+
+        def views() -> list[Viewed]:
+            found = _views(request, cluster, plan, status.update)
+            if plan is not None:
+                plan.check_module(model, _parameters(found[0].graph), None)
+            status.update("drawing")
+            return found
+
+        if request.format == "model-explorer" or request.trace is not None:
+            written = _write(request, views(), notes)
+        else:
+            _write_document(request, _kept_document(request, cluster, plan, notes, views))
+            written = [request.output]
     if request.output != "-":
         console = stdout_console()
         for path in written:
@@ -163,6 +171,38 @@ def _check_ranks(strategy: Strategy) -> None:
         raise DrawnRanksError(str(strategy), strategy.world, MOST_DRAWN)
 
 
+def _kept_document(
+    request: VizRequest,
+    cluster: ClusterSpec | None,
+    plan: Plan | None,
+    notes: Sequence[str],
+    views: Callable[[], list[Viewed]],
+) -> dict[str, Any]:
+    """The page of `views()`, from the cache if it was drawn before."""
+    source = request.source
+    strategies = strategies_of(source, request.strategy_texts)
+    what = {
+        "kind": "page",
+        "strategies": [placed_words(source, strategy) for strategy in strategies],
+        "cluster": repr(cluster),
+        "plan": repr(plan),
+        "notes": list(notes),
+        "tokens": request.tokens,
+        "micro_batches": request.micro_batches,
+        "tflops": request.tflops,
+    }
+
+    def build() -> dict[str, Any]:
+        found = views()
+        return _document(request, found, inside_of(found), notes)
+
+    return from_cache(source, what, build, *strategies, answer=True)
+
+
+def _write_document(request: VizRequest, document: dict[str, Any]) -> None:
+    write_output(request.output, page_html(document) if request.format == "html" else to_json(document))
+
+
 def _write(request: VizRequest, views: list[Viewed], notes: Sequence[str]) -> list[str]:
     """The files that were written, the one asked for first."""
     written = [request.output]
@@ -177,8 +217,7 @@ def _write(request: VizRequest, views: list[Viewed], notes: Sequence[str]) -> li
                 write_output(path, json.dumps(data))
                 written.append(path)
     else:
-        document = _document(request, views, insides, notes)
-        write_output(request.output, page_html(document) if request.format == "html" else to_json(document))
+        _write_document(request, _document(request, views, insides, notes))
     if request.trace is not None:
         write_output(request.trace, json.dumps(_trace(views, insides)))
         written.append(request.trace)

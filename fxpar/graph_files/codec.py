@@ -63,17 +63,22 @@ class Encoder:
     def __init__(self) -> None:
         self.pool: list[Any] = []
         self.tensors: list[Tensor] = []
-        self._known: dict[Any, int] = {}
+        self._known: dict[Any, list[Any]] = {}
+        self._seen: dict[int, tuple[Any, list[Any]]] = {}
+        """Of the pool by `id`: looking at a placement takes longer than all else. They are held, so ids stay theirs."""
+        self._targets: dict[Any, str] = {}
         self._nodes: dict[fx.Node, int] = {}
 
     def encode(self, value: Any) -> Any:
         """`value` as JSON. Raises GraphFormatError for what the format does not know."""
         if value is None or isinstance(value, bool | str) or type(value) is int:
             return _plain(value)
-        if isinstance(value, float):
-            return value if math.isfinite(value) else ["f", str(value)]
         if isinstance(value, fx.Node):
             return ["n", self._nodes[value]]
+        if id(value) in self._seen:
+            return self._seen[id(value)][1]
+        if isinstance(value, float):
+            return value if math.isfinite(value) else ["f", str(value)]
         if isinstance(value, tuple | list):
             return ["t" if isinstance(value, tuple) else "l", *map(self.encode, value)]
         if isinstance(value, dict):
@@ -82,8 +87,9 @@ class Encoder:
             key = (type(value), value)
             if key not in self._known:
                 self.pool.append(self._whole(value))  # what it holds comes before it
-                self._known[key] = len(self.pool) - 1
-            return ["p", self._known[key]]
+                self._known[key] = ["p", len(self.pool) - 1]
+            self._seen[id(value)] = value, self._known[key]
+            return self._known[key]
         return self._whole(value)
 
     def _whole(self, value: Any) -> Any:
@@ -123,8 +129,10 @@ class Encoder:
     def _node(self, node: fx.Node) -> list[Any]:
         target = str(node.target)
         if node.op == "call_function":
-            target = target_name(node.target)
-            check_target(node.target)  # what is written can be read
+            if node.target not in self._targets:
+                check_target(node.target)  # what is written can be read
+                self._targets[node.target] = target_name(node.target)
+            target = self._targets[node.target]
             check_call(node.target, node.args, node.kwargs)
         meta = [[key, self.encode(value)] for key, value in node.meta.items()]
         return [node.op, node.name, target, self.encode(node.args), self.encode(dict(node.kwargs)), meta]
@@ -263,7 +271,8 @@ class Decoder:
             found = target
         else:
             raise GraphFormatError(f"a node of the kind {shown(op)} does not belong into a graph, or not like this")
-        node = graph.create_node(op, found, args, kwargs, name=check_identifier(name))
+        node = graph.create_node(op, found, name=check_identifier(name))
+        node.args, node.kwargs = args, kwargs  # afterwards, as in `copy_node`
         if node.name != name:
             raise GraphFormatError(f"{name!r} cannot be the name of a value here")
         node.meta.update(self._dict(meta if isinstance(meta, list) else [meta]))

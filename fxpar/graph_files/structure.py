@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -102,28 +102,41 @@ def _check_wanted(graph: fx.Graph) -> None:
 
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value is of a type hint, containers with all that is in them."""
+    return _checker(hint)(value)
+
+
+@functools.lru_cache(maxsize=1024)
+def _checker(hint: Any) -> Callable[[Any], bool]:
+    """`fits` for one hint, which is read once."""
     kind, inner = get_origin(hint), get_args(hint)
     if hint is Any:
-        return True
+        return lambda value: True
     if kind in (Union, types.UnionType):
-        return any(fits(value, one) for one in inner)
+        some = tuple(map(_checker, inner))
+        return lambda value: any(check(value) for check in some)
     if kind is Literal:
-        return isinstance(value, str) and value in inner
+        return lambda value: isinstance(value, str) and value in inner
+    if kind is tuple and len(inner) == 2 and inner[1] is Ellipsis:
+        each = _checker(inner[0])
+        return lambda value: isinstance(value, tuple) and all(map(each, value))
     if kind is tuple:
-        if not isinstance(value, tuple):
-            return False
-        if len(inner) == 2 and inner[1] is Ellipsis:
-            return all(fits(v, inner[0]) for v in value)
-        return len(value) == len(inner) and all(map(fits, value, inner))
+        several = tuple(map(_checker, inner))
+        return lambda value: (
+            isinstance(value, tuple)
+            and len(value) == len(several)
+            and all(check(v) for check, v in zip(several, value, strict=True))
+        )
     if kind is list:
-        return isinstance(value, list) and all(fits(v, inner[0]) for v in value)
+        item = _checker(inner[0])
+        return lambda value: isinstance(value, list) and all(map(item, value))
     if kind is dict:
-        return isinstance(value, dict) and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
+        key, held = map(_checker, inner)
+        return lambda value: isinstance(value, dict) and all(key(k) and held(v) for k, v in value.items())
     if hint is int:
-        return type(value) is int
+        return lambda value: type(value) is int
     if hint is float:
-        return type(value) in (int, float)
-    return isinstance(value, hint)
+        return lambda value: type(value) in (int, float)
+    return lambda value: isinstance(value, hint)
 
 
 @functools.lru_cache(maxsize=64)

@@ -18,6 +18,7 @@ What is in none of these is refused, harmless or not.
 from __future__ import annotations
 
 import builtins
+import functools
 import inspect
 import keyword
 import math
@@ -25,6 +26,7 @@ import operator
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +39,7 @@ from fxpar.ops import copies, layout
 from fxpar.ops.traits import DECLARED, IN_PLACE, OUT
 from fxpar.rules.installed import import_ops
 from fxpar.rules.table import REPLICATED_ON_PURPOSE, TABLE
-from fxpar.torch_api.schemas import Argument, schema_of
+from fxpar.torch_api.schemas import schema_of
 
 _ARITHMETIC = (
     *(operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv, operator.mod, operator.pow),
@@ -186,32 +188,53 @@ def check_target(target: Any) -> None:
 _RULE = "(an op of your own is, once this process has registered it, see docs/how-to-add.md)"
 
 
+@dataclass(frozen=True)
+class _Operand:
+    """An argument of an op; `fits` says whether a value is of its kind: what a node computes is seen when it runs."""
+
+    name: str
+    kind: str
+    required: bool
+    keyword_only: bool
+    fits: Callable[[Any], bool]
+
+
+@functools.lru_cache(maxsize=4096)
+def _operands(op: Any) -> tuple[dict[str, _Operand], tuple[str, ...]]:
+    """All arguments of an op by name, and the names of the positional ones."""
+    known = [
+        _Operand(a.name, a.kind, a.required, a.keyword_only, _fits(a.kind, a.name)) for a in schema_of(op).arguments
+    ]
+    return {one.name: one for one in known}, tuple(one.name for one in known if not one.keyword_only)
+
+
 def check_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Whether a function or an op that is allowed can be called like that. Raises GraphFormatError."""
     if not isinstance(target, OpOverload):
         _check_function(target, args, kwargs)
         return
-    known = schema_of(target).arguments
-    positional = [argument for argument in known if not argument.keyword_only]
+    known, positional = _operands(target)
     if len(args) > len(positional):
         raise GraphFormatError(f"op {target} takes {len(positional)} operands, not {len(args)}")
-    given = dict(zip((argument.name for argument in positional), args, strict=False))
+    given = dict(zip(positional, args, strict=False))
     for name, value in kwargs.items():
-        if name in given or all(argument.name != name for argument in known):
+        if name in given or name not in known:
             raise GraphFormatError(f"op {target} takes no {shown(name)} here")
         given[name] = value
-    for argument in known:
-        if argument.name not in given:
-            if argument.required:
-                raise GraphFormatError(f"op {target} lacks its operand {argument.name!r}")
-        elif not _fits(given[argument.name], argument.kind, argument):
-            what = f"{argument.name}={shown(given[argument.name])}"
-            raise GraphFormatError(f"op {target} cannot take {what}: it takes {argument.kind}")
+    for name, operand in known.items():
+        if name not in given:
+            if operand.required:
+                raise GraphFormatError(f"op {target} lacks its operand {name!r}")
+        elif not operand.fits(given[name]):
+            raise GraphFormatError(f"op {target} cannot take {name}={shown(given[name])}: it takes {operand.kind}")
+
+
+_signature = functools.lru_cache(maxsize=1024)(inspect.signature)  # of FUNCTIONS: reading one takes a millisecond
 
 
 def _check_function(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     try:
-        bound = inspect.signature(target).bind(*args, **kwargs).arguments
+        bound = _signature(target).bind(*args, **kwargs).arguments
     except (TypeError, ValueError) as error:
         raise GraphFormatError(f"function {target_name(target)!r} cannot be called so: {error}") from error
     for name, value in bound.items():
@@ -233,25 +256,32 @@ def _is_exponent(value: Any) -> bool:
     return isinstance(value, float) or (isinstance(value, int) and 0 <= value <= 16)
 
 
-def _fits(value: Any, kind: str, argument: Argument) -> bool:
-    """Whether a value is of the schema's kind; what a node computes is seen when it runs."""
+def _fits(kind: str, name: str) -> Callable[[Any], bool]:
+    """Whether a value is of the schema's kind, as a function of the value. `name` is that of the argument."""
     if kind.startswith("Optional["):
-        return value is None or _fits(value, kind.removeprefix("Optional[")[:-1], argument)
+        fits = _fits(kind.removeprefix("Optional[")[:-1], name)
+        return lambda value: value is None or fits(value)
     if kind.startswith("List["):
         inner = kind.removeprefix("List[")[:-1]
-        if isinstance(value, tuple | list):
-            return all(_fits(v, inner, argument) for v in value)
-        return isinstance(value, fx.Node) or (inner in ("int", "float") and _fits(value, inner, argument))
-    if isinstance(value, fx.Node):
-        return kind in ("Tensor", "int", "float", "number", "bool")
+        fits, spread = _fits(inner, name), inner in ("int", "float")
+        return lambda value: (
+            all(map(fits, value))
+            if isinstance(value, tuple | list)
+            else isinstance(value, fx.Node) or (spread and fits(value))
+        )
+    of_node, wanted = kind in ("Tensor", "int", "float", "number", "bool"), _KINDS.get(kind, ())
     if kind == "str":
-        return value in _TEXTS.get(argument.name, ())
+        texts = _TEXTS.get(name, ())
+        return lambda value: not isinstance(value, fx.Node) and value in texts
     if kind == "Any":  # the process group of a collective: a mesh axis, never a group of this process
-        return isinstance(value, str) and value[:1] == "@" and _AXIS.fullmatch(value) is not None
-    if kind == "int" and argument.name == "rank" and isinstance(value, str):  # the rank's place on an axis
-        return value[:1] == "#" and _AXIS.fullmatch(value) is not None
-    wanted = _KINDS.get(kind)
-    return wanted is not None and type(value) in wanted
+        return lambda value: _is_axis(value, "@")
+    if kind == "int" and name == "rank":  # the rank's place on an axis
+        return lambda value: isinstance(value, fx.Node) or _is_axis(value, "#") or type(value) in wanted
+    return lambda value: of_node if isinstance(value, fx.Node) else type(value) in wanted
+
+
+def _is_axis(value: Any, mark: str) -> bool:
+    return isinstance(value, str) and value[:1] == mark and _AXIS.fullmatch(value) is not None
 
 
 _KINDS: dict[str, tuple[type, ...]] = {

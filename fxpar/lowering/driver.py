@@ -137,6 +137,7 @@ def graphs_after(
     for_store: bool = False,
     passes: list[GraphPass] | None = None,
     on_pass: OnPass | None = None,
+    verified: bool = True,
 ) -> Iterator[AnnotatedGraph]:
     """The graph behind the pass of `default_passes` that is called `last`, of stages and teams that of each in turn.
 
@@ -145,24 +146,27 @@ def graphs_after(
     ladder = default_passes(storage, for_store=for_store) if passes is None else passes
     if strategy.teams:
         for number in range(len(strategy.teams)):
-            yield from graphs_after(logical, strategy.of_team(number), last, passes=ladder, on_pass=on_pass)
+            team = strategy.of_team(number)
+            yield from graphs_after(logical, team, last, passes=ladder, on_pass=on_pass, verified=verified)
         return
     check_rules(logical, strategy)
     check_bins(logical, strategy)
     check_experts(logical, strategy)
     if strategy.pipeline_size == 1:
-        yield run_passes(logical, strategy, ladder, on_pass, last)[0]
+        yield run_passes(logical, strategy, ladder, on_pass, last, verified)[0]
         return
     for stage in cut(logical, strategy).stages:
-        yield run_passes(stage, strategy_of_stage(stage, strategy), ladder, on_pass, last)[0]
+        yield run_passes(stage, strategy_of_stage(stage, strategy), ladder, on_pass, last, verified)[0]
 
 
-def outline(logical: LogicalGraph, strategy: Strategy | str, *, passes: list[GraphPass] | None = None) -> Outline:
+def outline(
+    logical: LogicalGraph, strategy: Strategy | str, *, passes: list[GraphPass] | None = None, verified: bool = True
+) -> Outline:
     """How the parameters lie that `lower(logical, strategy, for_store=True)` takes, and the gradients that it gives, in
     a fraction of its time: the ladder is climbed as far as they are placed. Arguments and errors are those of `lower`.
     """
     strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
-    graphs = graphs_after(logical, strategy, PLACED, for_store=True, passes=passes)
+    graphs = graphs_after(logical, strategy, PLACED, for_store=True, passes=passes, verified=verified)
     parts = tuple(Outline(**common_fields(graph)) for graph in graphs)
     if len(parts) == 1:
         return parts[0]

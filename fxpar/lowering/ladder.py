@@ -14,19 +14,21 @@ from fxpar.annotate import Annotate, unplaced
 from fxpar.errors import PassContractError, a_type
 from fxpar.ir.collector import collector_paused
 from fxpar.ir.dist_config import DistConfig
-from fxpar.ir.exec_graph import Stored, collective_kind
+from fxpar.ir.exec_graph import Stored
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, Output
 from fxpar.ir.node_meta import dist_of, tensor_of
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering.needs import verify_end, verify_kept, verify_needs
-from fxpar.lowering.verify import changed, verify, verify_placements
+from fxpar.lowering.verify import Looked, verify, verify_placements
 from fxpar.passes.bucket_collectives import BucketCollectives
 from fxpar.passes.casts import Casts
 from fxpar.passes.chunk_loss import ChunkLoss
 from fxpar.passes.cleanup import Cleanup
 from fxpar.passes.exchange_tokens import ExchangeTokens
 from fxpar.passes.global_to_local import GlobalToLocal
+from fxpar.passes.hide_reductions import HideReductions
+from fxpar.passes.hoist_collectives import HoistCollectives
 from fxpar.passes.insert_reshards import InsertReshards
 from fxpar.passes.lower_collectives import LowerCollectives
 from fxpar.passes.mask_padding import MaskPadding
@@ -79,9 +81,11 @@ def default_passes(
         ChunkLoss(),
         Rematerialize(at),
         BucketCollectives(),
+        HoistCollectives(),
         ReuseBuffers(),
         SinkWaits(),
         PrefetchGathers(),
+        HideReductions(),
         Offload(at),
         WriteInPlace(),
     ]
@@ -140,11 +144,10 @@ def climb(
     if not verified and on_pass is None:
         return _climb_alone(graph, ladder, last)
     report = []
-    seen: dict[fx.Node, tuple[Any, ...]] = {}
-    legal: set[Any] = set()
+    looked = Looked()
     for step in ladder:
         begun = time.process_time()
-        known = {node.name for node in graph.graph.nodes}  # a foreign pass may build all nodes anew
+        known = looked.names or {node.name for node in graph.graph.nodes}  # a foreign pass may build all nodes anew
         if verified:
             verify_needs(graph, step.name)
         returned: object = step(graph)  # type: ignore[func-returns-value]
@@ -155,13 +158,13 @@ def climb(
         for node in graph.graph.nodes:
             if node.name not in known:
                 node.meta.setdefault("pass", step.name)
+        looked.look(graph.graph)
         if verified:
-            nodes = changed(graph.graph.nodes, seen)
-            verify(graph, step.name, nodes)
-            verify_kept(graph, step.name, nodes)
+            verify(graph, step.name, looked)
+            verify_kept(graph, step.name, looked.fresh)
             if not graph.is_local:  # rules speak of whole tensors
-                verify_placements(graph, step.name, resharded=False, nodes=nodes, known=legal)
-        report.append(_report(step.name, graph, time.process_time() - begun))
+                verify_placements(graph, step.name, resharded=False, nodes=looked.fresh, known=looked.legal)
+        report.append(_report(step.name, looked, time.process_time() - begun))
         if on_pass:
             on_pass(step.name, graph)
         if step.name == last:
@@ -180,9 +183,9 @@ def _climb_alone(graph: AnnotatedGraph, ladder: list[GraphPass], last: str | Non
     return ()
 
 
-def _report(name: str, graph: AnnotatedGraph, cpu_s: float) -> dict[str, Any]:
-    kinds = Counter(kind for node in graph.graph.nodes if (kind := collective_kind(node)))
-    return {"name": name, "cpu_s": cpu_s, "nodes": len(graph.graph.nodes), "collectives": dict(kinds)}
+def _report(name: str, looked: Looked, cpu_s: float) -> dict[str, Any]:
+    kinds = Counter(looked.collectives.values())
+    return {"name": name, "cpu_s": cpu_s, "nodes": len(looked.nodes), "collectives": dict(kinds)}
 
 
 def common_fields(graph: AnnotatedGraph) -> dict[str, Any]:

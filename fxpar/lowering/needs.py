@@ -30,26 +30,31 @@ from fxpar.rules.view import ring_of
 @dataclass(frozen=True)
 class Need:
     """`what` must hold; `lack` says what is there where it does not. `maker` is the pass that makes it so; without one
-    nothing does: it is too late.
+    nothing does: it is too late. `holds` is asked of the nodes that are new since it held, or of all.
     """
 
     what: str
     lack: str
-    holds: Callable[[AnnotatedGraph], bool]
+    holds: Callable[[AnnotatedGraph, Iterable[fx.Node]], bool]
     maker: str | None = None
 
 
-def _calls(graph: AnnotatedGraph) -> Iterable[fx.Node]:
-    return (n for n in graph.graph.nodes if n.op == "call_function" and not is_size(n))
+def _calls(nodes: Iterable[fx.Node]) -> Iterable[fx.Node]:
+    return (n for n in nodes if n.op == "call_function" and not is_size(n))
 
 
-def _is_reduced(graph: AnnotatedGraph) -> bool:
+def _none(is_bad: Callable[[fx.Node], bool]) -> Callable[[AnnotatedGraph, Iterable[fx.Node]], bool]:
+    """Whether no call is bad."""
+    return lambda graph, nodes: not any(map(is_bad, _calls(nodes)))
+
+
+def _is_reduced(graph: AnnotatedGraph, nodes: Iterable[fx.Node]) -> bool:
     def sums(node: fx.Node) -> bool:
         moves = node.target is reshard or is_collective(node) or collective_kind(node) is not None
         late = moves and phase_of(node) == "epilogue"
         return late or node.target is vary or str(node.meta.get("bucket", "")).startswith("grads/")
 
-    return bool(graph.deferred) or any(map(sums, _calls(graph)))
+    return bool(graph.deferred) or any(map(sums, _calls(nodes)))
 
 
 def _is_zero_sharded(graph: AnnotatedGraph) -> bool:
@@ -68,19 +73,22 @@ def _is_padded(node: fx.Node) -> bool:
 
 
 FITS = Need(
-    "operands that lie as their users want them", "some do not", lambda graph: not misfit(graph), "insert_reshards"
+    "operands that lie as their users want them",
+    "some do not",
+    lambda graph, nodes: not misfit(graph, nodes),
+    "insert_reshards",
 )
 STEPS = Need(
     "a graph without reshards",
     "there are some",
-    lambda graph: not any(n.target is reshard for n in _calls(graph)),
+    _none(lambda node: node.target is reshard),
     "reshard_to_collectives",
 )
-LOCAL = Need("local shapes", "these are global", lambda graph: graph.is_local, "global_to_local")
+LOCAL = Need("local shapes", "these are global", lambda graph, _: graph.is_local, "global_to_local")
 RINGS = Need(
     "steps in place of attention over a ring",
     "some has tokens cut over one",
-    lambda graph: not any(ring_of(node, graph.strategy) for node in _calls(graph)),
+    lambda graph, nodes: not any(ring_of(node, graph.strategy) for node in _calls(nodes)),
     "ring_attention",
 )
 EXCHANGED = Need(
@@ -92,44 +100,48 @@ EXCHANGED = Need(
 LOWERED = Need(
     "collectives that are calls of process groups",
     "some are not yet",
-    lambda graph: not any(is_collective(n) for n in _calls(graph)),
+    _none(is_collective),
     "lower_collectives",
 )
 # Zeros do not show in a graph; without uneven dims there is nothing to make zero.
 MASKED = Need(
     "zeros in the padding of dims that do not divide",
     "nothing has put them there",
-    lambda graph: "mask_padding" in graph.passes or not any(_is_padded(n) for n in graph.graph.nodes),
+    lambda graph, nodes: "mask_padding" in graph.passes or not any(map(_is_padded, nodes)),
     "mask_padding",
 )
-GLOBAL = Need("global shapes", "these are local: global_to_local has run", lambda graph: not graph.is_local)
-UNREDUCED = Need("gradients of one replica", "reduce_gradients has run", lambda graph: not _is_reduced(graph))
-UNSHARDED = Need("parameters that every replica has", "zero_shard has run", lambda graph: not _is_zero_sharded(graph))
+GLOBAL = Need("global shapes", "these are local: global_to_local has run", lambda graph, _: not graph.is_local)
+UNREDUCED = Need(
+    "gradients of one replica", "reduce_gradients has run", lambda graph, nodes: not _is_reduced(graph, nodes)
+)
+UNSHARDED = Need(
+    "parameters that every replica has", "zero_shard has run", lambda graph, _: not _is_zero_sharded(graph)
+)
 BODY = Need(
     "the body of a step alone",
     "there is a prologue or an epilogue",
-    lambda graph: not any(phase_of(n) != "body" for n in _calls(graph)),
+    _none(lambda node: phase_of(node) != "body"),
 )
 _LATE = (FITS, STEPS, LOCAL, LOWERED)
 FUNCTIONAL = Need(
     "ops that write over nothing",
     "some write in place",
-    lambda graph: not any(writes(n) for n in _calls(graph)),
+    _none(writes),
 )
 UNCHUNKED = Need(
     "a loss of all tokens at once",
     "chunk_loss has run",
-    lambda graph: not any("chunk" in n.meta for n in _calls(graph)),
+    _none(lambda node: "chunk" in node.meta),
 )
 ON_DEVICE = Need(
     "values that are all on the device",
     "offload has run",
-    lambda graph: not any(is_on_host(n) for n in _calls(graph)),
+    _none(is_on_host),
 )
 UNPLACED = Need(
     "a graph without placements",
     "it has them",
-    lambda graph: all("dist" not in node.meta for node in graph.placeholders),
+    lambda graph, _: all("dist" not in node.meta for node in graph.placeholders),
 )
 NEEDS: dict[str, tuple[Need, ...]] = {
     "annotate": (UNPLACED,),
@@ -150,8 +162,10 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "rematerialize": (*_LATE, FUNCTIONAL),
     "bucket_collectives": (*_LATE, FUNCTIONAL),
     "reuse_buffers": _LATE,
+    "hoist_collectives": (*_LATE, FUNCTIONAL),
     "sink_waits": _LATE,
     "prefetch_gathers": _LATE,
+    "hide_reductions": _LATE,
     "offload": (*_LATE, ON_DEVICE),
     "write_in_place": _LATE,
     "accumulate_gradients": (*_LATE, BODY),
@@ -164,14 +178,15 @@ END = (*_LATE, MASKED, RINGS, EXCHANGED)
 
 def lacking(name: str, graph: AnnotatedGraph) -> Need | None:
     """The first thing that the pass called `name` needs and the graph lacks."""
-    return next((need for need in NEEDS.get(name, ()) if not need.holds(graph)), None)
+    return next((need for need in NEEDS.get(name, ()) if not need.holds(graph, graph.graph.nodes)), None)
 
 
 def verify_needs(graph: AnnotatedGraph, name: str) -> None:
     """Raises VerifyError for a pass that runs too early or too late, or for a second time. What is kept was looked at
     behind the last pass.
     """
-    need = next((need for need in NEEDS.get(name, ()) if not _is_kept(need, graph) and not need.holds(graph)), None)
+    asked = (need for need in NEEDS.get(name, ()) if not _is_kept(need, graph))
+    need = next((need for need in asked if not need.holds(graph, graph.graph.nodes)), None)
     if need is not None:
         do = f"Run {need.maker} before it" if need.maker else "Run it once, in its place of the ladder"
         raise VerifyError(f"pass {name!r} needs {need.what}; in this graph {need.lack}. {do}")
@@ -182,9 +197,8 @@ def verify_kept(graph: AnnotatedGraph, after: str, nodes: Iterable[fx.Node]) -> 
     pass before. Raises VerifyError for a pass that undoes it.
     """
     for need in _LATE:
-        if need is FITS and need.maker != after and not misfit(graph, nodes):
-            continue
-        if _is_kept(need, graph) and not need.holds(graph):
+        asked = graph.graph.nodes if need.maker == after else nodes
+        if _is_kept(need, graph) and not need.holds(graph, asked):
             found = misfit(graph) or f"{need.maker} has left {need.what}; now {need.lack}"
             raise VerifyError(f"after pass {after!r}: {found}")
 
@@ -197,7 +211,7 @@ def _is_kept(need: Need, graph: AnnotatedGraph) -> bool:
 def verify_end(graph: AnnotatedGraph) -> None:
     """Raises VerifyError for a ladder that leaves work undone."""
     for need in END:
-        if not _is_kept(need, graph) and not need.holds(graph):
+        if not _is_kept(need, graph) and not need.holds(graph, graph.graph.nodes):
             raise VerifyError(f"at the end of the ladder: a program needs {need.what}; {need.lack}. Run {need.maker}")
     spread = _spread(graph)
     for node, out in zip(graph.results, graph.outputs, strict=True):

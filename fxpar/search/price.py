@@ -31,7 +31,7 @@ from fxpar.schedule.mini_batch import Pace
 from fxpar.store.home import ParamSpec, home_layout
 from fxpar.store.weights import param_specs
 from fxpar.switch.layout import ParamLayout
-from fxpar.switch.node_first import cheapest_seconds
+from fxpar.switch.node_first import cheapest_cost
 from fxpar.switch.terms import GradientPlacement, gradient_placements
 
 Lower = Callable[[Strategy, int], TrainGraph]  # a strategy, layers of the model: its program for a store
@@ -334,7 +334,7 @@ def _home_s(
     """Seconds in which gradients go home; once for all strategies under which they lie alike."""
     home, sources = home_layout(specs, world), dict(terms)
     target = ParamLayout("home", home.world, {fqn: home.params[fqn] for fqn in home.params if fqn in sources})
-    return cheapest_seconds(sources, target, cluster, sums_bytes=STAGING_BYTES)
+    return cheapest_cost(sources, target, cluster, sums_bytes=STAGING_BYTES).predicted_s
 
 
 def optimizer_s(one: Priced, cluster: ClusterSpec) -> float:

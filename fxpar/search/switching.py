@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.ir.exec_graph import Outline
+from fxpar.ir.exec_graph import Outline, Program
 from fxpar.ir.strategy import Strategy
 from fxpar.search.kinds import MixedCandidate
 from fxpar.search.layouts import guessed_layout
-from fxpar.search.price import DEEPEST, Depth, Priced, extrapolated
+from fxpar.search.price import DEEPEST, Candidate, Depth, Priced, extrapolated
 from fxpar.search.space import placed_alike
 from fxpar.store import ParamSpec, home_layout, wire_layout
 from fxpar.switch import ParamLayout, layout_of, plan_large_switch
@@ -45,7 +45,13 @@ class KnownSwitches:
             if name not in self._layouts:
                 known = self.guess or (isinstance(one, MixedCandidate) and one.stands)
                 guess = guessed_layout(one, self.layers) if known else None
-                self._layouts[name] = guess or layout_of(self.outlines(one.strategy, self.layers), one.name)
+                self._layouts[name] = guess or layout_of(self._program(one), one.name)
+
+    def _program(self, one: Priced) -> Program | Outline:
+        """What was lowered to price it, where that has as many layers; else an outline."""
+        if type(one) is Candidate and one.strategy.pipeline_size == 1 and self.layers in one.samples:
+            return one.programs[one.samples.index(self.layers)]
+        return self.outlines(one.strategy, self.layers)
 
     def seconds(self, target: str, sources: Sequence[str]) -> float:
         """Of the switch to the placement `target`, where `sources` still hold their weights, in this order; home always

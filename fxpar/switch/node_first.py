@@ -112,48 +112,71 @@ def cheapest_reduction(
     return direct if through is None or direct.predicted_s <= through.predicted_s else through
 
 
-def cheapest_seconds(
+@dataclass(frozen=True)
+class ReductionCost:
+    """What a reduction takes and sends, without its plan."""
+
+    predicted_s: float
+    intra_node_bytes: int
+    inter_node_bytes: int
+
+    @classmethod
+    def of(cls, *plans: AnyReductionPlan) -> ReductionCost:
+        """Of plans that are carried out one after the other."""
+        return cls(
+            sum(plan.predicted_s for plan in plans),
+            sum(plan.intra_node_bytes for plan in plans),
+            sum(plan.inter_node_bytes for plan in plans),
+        )
+
+
+def cheapest_cost(
     sources: Mapping[str, tuple[GradientPlacement, ...]],
     target: ParamLayout,
     cluster: ClusterSpec,
     sums_bytes: int = 64 << 20,
-) -> float:
-    """`predicted_s` of `cheapest_reduction`, for who wants no plan: rounds in which tensors lie alike, as layers that
-    repeat have them, are planned once. Raises what `plan_reduction` raises.
+) -> ReductionCost:
+    """That of `cheapest_reduction`, for who wants no plan: rounds in which tensors lie alike, as in layers that repeat,
+    are planned once. Raises what `plan_reduction` raises.
     """
-    direct = plan_large_reduction(sources, target, cluster)
-    if isinstance(direct, ReductionByTurns) or not direct.inter_node_bytes:
-        return direct.predicted_s
-    through = node_first_seconds(sources, target, cluster, sums_bytes)
-    return direct.predicted_s if through is None else min(direct.predicted_s, through)
+    direct = ReductionCost.of(plan := plan_large_reduction(sources, target, cluster))
+    if isinstance(plan, ReductionByTurns) or not plan.inter_node_bytes:
+        return direct
+    through = node_first_cost(sources, target, cluster, sums_bytes)
+    return direct if through is None or direct.predicted_s <= through.predicted_s else through
 
 
-def node_first_seconds(
+def node_first_cost(
     sources: Mapping[str, tuple[GradientPlacement, ...]],
     target: ParamLayout,
     cluster: ClusterSpec,
     sums_bytes: int = 64 << 20,
-) -> float | None:
-    """`predicted_s` of `plan_node_first`, or None."""
+) -> ReductionCost | None:
+    """That of `plan_node_first`, or None."""
     sums = node_sums(target, cluster, sources)
     if sums is None:
         return None
     shares = _shares(sums, cluster, sums_bytes)
-    rounds = (tuple((sources[f], sums.params[f], target.params[f]) for f in fqns) for fqns in shares)
-    return sum(_round_s(placed, target.world, cluster) for placed in rounds)
+    placed = (tuple((sources[f], sums.params[f], target.params[f]) for f in fqns) for fqns in shares)
+    rounds = [_round_cost(one, target.world, cluster) for one in placed]
+    return ReductionCost(
+        sum(one.predicted_s for one in rounds),
+        sum(one.intra_node_bytes for one in rounds),
+        sum(one.inter_node_bytes for one in rounds),
+    )
 
 
 @functools.lru_cache(maxsize=1024)
-def _round_s(
+def _round_cost(
     placed: tuple[tuple[tuple[GradientPlacement, ...], PlacedParam, PlacedParam], ...], world: int, cluster: ClusterSpec
-) -> float:
-    """Seconds of a round of tensors, each with its gradients, its sum and its target."""
+) -> ReductionCost:
+    """Of a round of tensors, each with its gradients, its sum and its target."""
     numbered = {str(number): one for number, one in enumerate(placed)}
     sums = ParamLayout("node sums", world, {name: one for name, (_, one, _) in numbered.items()})
     target = ParamLayout("target", world, {name: one for name, (_, _, one) in numbered.items()})
     gradients = matched({name: one for name, (one, _, _) in numbered.items()}, target, cluster, "gradients")
     made = _round(gradients, sums, target, cluster)
-    return made.inside.predicted_s + made.between.predicted_s
+    return ReductionCost.of(made.inside, made.between)
 
 
 def plan_node_first(

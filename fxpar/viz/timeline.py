@@ -12,7 +12,7 @@ from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.memory.state import home_bytes
 from fxpar.store import SwitchSchedule, home_layout, param_specs, wire_layout
 from fxpar.switch import ParamLayout, layout_of
-from fxpar.switch.node_first import cheapest_reduction
+from fxpar.switch.node_first import cheapest_cost
 from fxpar.switch.terms import gradient_placements
 from fxpar.viz.inside import Inside
 from fxpar.viz.step import Planned, StepGroup, StepTimeline, predict_step
@@ -97,7 +97,7 @@ def predicted_step(views: Sequence[Viewed], insides: Mapping[str, Inside]) -> St
         switch = schedule.plan(view.strategy, visited)
         placements = gradient_placements(program)
         trained = ParamLayout("home", world, {fqn: home.params[fqn] for fqn in placements})
-        reduction = cheapest_reduction(placements, trained, cluster, name=view.strategy)
+        reduction = cheapest_cost(placements, trained, cluster)
         sequences = view.sequences
         group = StepGroup(
             "",
@@ -127,6 +127,18 @@ def optimizer_ms(program: Program, cluster: ClusterSpec) -> float:
     return (2 * masters + 2 * moments + gradients) / (cluster.sustained.memory_gb_per_s * 1e6)
 
 
+def _overlap(slowdown: float | None) -> str:
+    if slowdown is None:
+        return (
+            "Nothing overlaps inside of a micro-batch: kernels and collectives add up, "
+            "as in the planner of mini-batches."
+        )
+    return (
+        "Of collectives and of copies to the host, what kernels wait for counts, as in the planner of "
+        f"mini-batches; both are {slowdown:g} times slower at the same time."
+    )
+
+
 def assumptions(cluster: ClusterSpec, is_assumed: bool, is_run: bool) -> list[str]:
     """What the predictions stand on, in sentences for the page."""
     links = f"{cluster.intra_gb_per_s:g} GB/s inside a node"
@@ -137,7 +149,7 @@ def assumptions(cluster: ClusterSpec, is_assumed: bool, is_run: bool) -> list[st
     return [
         f"Devices of {cluster.sustained}.",
         f"{shape}, {links}, {cluster.latency_us:g} µs per message ({source}).",
-        "Nothing overlaps inside of a micro-batch: kernels and collectives add up, as in the planner of mini-batches.",
+        _overlap(cluster.sustained.overlap_slowdown),
         "The optimizer is AdamW, limited by memory."
         + (
             ""

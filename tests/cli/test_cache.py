@@ -208,3 +208,24 @@ def test_a_prediction_of_memory_is_kept(captures, monkeypatch, strategy):
     monkeypatch.setattr("fxpar.cli.memory.predict_memory", lambda *args, **options: (_ for _ in ()).throw(again))
     assert fxpar(*words) == first
     assert "predicted again" in fxpar(*words, "--tokens", "32")[2]
+
+
+@pytest.mark.parametrize("words", [("explain", "mlp", "-s", "tp2"), ("viz", "mlp", "-s", "tp2,dp2", "-o", "-")])
+def test_an_answer_is_kept(captures, monkeypatch, words):
+    """The second time no graph is read, and another question is answered anew."""
+    first = fxpar(*words)
+    assert first[0] == 0
+    again = RuntimeError("read again")
+    monkeypatch.setattr(CaptureCache, "read", lambda *args: (_ for _ in ()).throw(again))
+    assert fxpar(*words) == first
+    assert "read again" in fxpar(*words[:3], "tp4", *words[4:])[2]
+    assert captures == ["mlp"]
+
+
+def test_a_damaged_answer_is_made_again(captures, tmp_path):
+    words = ("explain", "mlp", "-s", "tp2")
+    first = fxpar(*words)
+    (entry,) = (tmp_path / "cache" / "graphs").glob("*.answer")
+    entry.write_bytes(entry.read_bytes()[:40])
+    assert fxpar(*words) == first
+    assert captures == ["mlp"]

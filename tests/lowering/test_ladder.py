@@ -257,6 +257,34 @@ def test_a_sum_is_not_taken_twice():
         lower(mlp().graph, "dp2", passes=behind("write_in_place", defer))
 
 
+def moved(graph: fx.Graph) -> None:
+    """A user in front of its operand; no node is another."""
+    node = next(n for n in graph.nodes if n.op == "call_function" and n.users)
+    next(iter(node.users)).append(node)
+
+
+def unwaited(graph: fx.Graph) -> None:
+    """Nobody waits for a collective any more; it is as it was."""
+    node = next(iter(graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.wait_tensor.default)))
+    node.replace_all_uses_with(node.args[0])
+    graph.erase_node(node)
+
+
+def renamed(graph: fx.Graph) -> None:
+    first, second, *_ = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    second.name = first.name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(moved, "is malformed: .* before it has been"), (unwaited, "not waited for"), (renamed, "redefined name")],
+)
+def test_what_a_late_pass_breaks_without_a_new_node_is_seen(change, message):
+    """Behind a pass only what has changed is looked at one by one."""
+    with pytest.raises(VerifyError, match=f"after pass 'mine': .*{message}"):
+        lower(mlp().graph, "tp2", passes=behind("write_in_place", lambda graph: change(graph.graph)))
+
+
 # --------------------------------------------------------------------------------- what `passes=` makes of the ladder
 @pytest.mark.parametrize(
     ("passes", "message"),

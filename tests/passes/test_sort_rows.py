@@ -11,21 +11,23 @@ from fxpar import expert_mm, losses, weighted_sum
 from fxpar.lowering import lower
 from tests.captured import Captured, odd, take, tokens
 
-own, aten = torch.ops.fxpar, torch.ops.aten
+DISPATCH = torch.ops.fxpar.dispatch.default
 
 
-def count(captured: Captured, *names: str, strategy: str = "dp1", passes: list | None = None) -> list[int]:
-    program = lower(captured.graph, strategy, passes=passes)
+def count(captured: Captured, *names: str, strategy: str = "dp1") -> list[int]:
+    program = lower(captured.graph, strategy)
     targets = [str(n.target) for n in program.body.graph.nodes]
     return [targets.count(f"fxpar.{name}.default") for name in names]
 
 
 @pytest.mark.parametrize("strategy", ["dp1", "cp2"])
 def test_a_layer_is_sorted_once(strategy):
-    """The gate's bias is sorted too, and its gradient put back."""
+    """The gate's bias is sorted too, and its gradient put back. Tokens are not copied for their slots before."""
     names = ("route_rows", "grouped_mm", "grouped_mm_backward", "dispatch", "combine", "combine_backward", "place_rows")
     assert count(odd("routed"), *names, strategy=strategy) == [1, 4, 2, 2, 2, 1, 1]
     assert count(odd("routed"), "expert_mm", "expert_mm_backward", "weighted_sum", strategy=strategy) == [0, 0, 0]
+    first = next(iter(lower(odd("routed").graph, strategy).body.graph.find_nodes(op="call_function", target=DISPATCH)))
+    assert len(first.args[0].meta["local"].shape) == 2
 
 
 class Between(nn.Module):

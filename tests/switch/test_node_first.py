@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,13 +19,13 @@ from fxpar.ir.mesh import Mesh
 from fxpar.switch import ParamLayout, PlacedParam
 from fxpar.switch.node_first import (
     NodeFirstPlan,
+    cheapest_cost,
     cheapest_reduction,
-    cheapest_seconds,
-    node_first_seconds,
+    node_first_cost,
     plan_node_first,
     room_for_sums,
 )
-from fxpar.switch.reduction import ReductionPlan, plan_reduction
+from fxpar.switch.reduction import AnyReductionPlan, ReductionPlan, plan_reduction
 from fxpar.switch.terms import NOWHERE, GradientPlacement
 from tests.placements import configs
 from tests.repeat import examples
@@ -56,14 +57,18 @@ def cut_over(draw, world: int, shape: tuple[int, ...]) -> PlacedParam:
 
 @given(reductions(), st.sampled_from([1, 500, 1 << 20]))
 @settings(max_examples=examples(20))
-def test_seconds_without_a_plan(case, sums_bytes):
+def test_the_cost_without_a_plan(case, sums_bytes):
     """Of all rounds, planned together or once for those alike."""
     sources, target, cluster = case
     plan = cheapest_reduction(sources, target, cluster, sums_bytes=sums_bytes)
-    assert cheapest_seconds(sources, target, cluster, sums_bytes) == pytest.approx(plan.predicted_s, rel=1e-12)
+    assert astuple(cheapest_cost(sources, target, cluster, sums_bytes)) == costs_of(plan)
     through = plan_node_first(sources, target, cluster, sums_bytes=sums_bytes)
-    seconds = through and pytest.approx(through.predicted_s, rel=1e-12)
-    assert node_first_seconds(sources, target, cluster, sums_bytes) == seconds
+    found = node_first_cost(sources, target, cluster, sums_bytes)
+    assert (found and astuple(found)) == (through and costs_of(through))
+
+
+def costs_of(plan: AnyReductionPlan | NodeFirstPlan) -> tuple[Any, ...]:
+    return pytest.approx(plan.predicted_s, rel=1e-12), plan.intra_node_bytes, plan.inter_node_bytes
 
 
 def terms_by_rank(sources: Placements, world: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
