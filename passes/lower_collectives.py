@@ -24,7 +24,7 @@ from fxpar.ir import collectives as c
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
 from fxpar.ir.node_meta import local_tensor
 from fxpar.ir.pass_base import Tier
-from fxpar.ops import layout
+from fxpar.ops import copies, layout
 
 c10d = torch.ops._c10d_functional
 
@@ -151,6 +151,11 @@ def _shift(emit: _Emitter, x: fx.Node, axis: str) -> fx.Node:
     return emit.communicate(layout.shift, axis, _shape(x), _shape(x), x, emit.degree(axis), f"#{axis}")
 
 
+def _exchange(emit: _Emitter, x: fx.Node, axis: str, sent: fx.Node, received: fx.Node) -> fx.Node:
+    got = _shape(emit.node)
+    return emit.communicate(copies.exchange, axis, _shape(x), got, x, sent, received)
+
+
 _LOWER: dict[Any, Any] = {
     c.all_reduce: _all_reduce,
     c.all_gather: _all_gather,
@@ -159,4 +164,5 @@ _LOWER: dict[Any, Any] = {
     c.shard: _shard,
     c.partial: _partial,
     c.shift: _shift,
+    c.exchange: _exchange,
 }

@@ -27,11 +27,11 @@ from torch import fx
 
 from fxpar.ir.axes import REPLICAS
 from fxpar.ir.collectives import reshard
-from fxpar.ir.dist_config import AxisShard, DistConfig, Partial
+from fxpar.ir.dist_config import DistConfig, Partial
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.markers import vary
 from fxpar.ir.node_meta import dist_of, tensor_of
-from fxpar.ir.pass_base import Phase, Tier, gathered_together, insert, set_results
+from fxpar.ir.pass_base import Phase, Tier, gathered_together, insert, left_axes, set_results, shard_over
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,8 @@ def _varying(node: fx.Node, graph: AnnotatedGraph, op: str) -> DistConfig:
 
 def _scattered(param: DistConfig, axis: str, shape: Sequence[Any]) -> DistConfig:
     """Where a ZeRO-2 or 3 gradient ends: dim 0 cut over the data axes, whether or not the parameter is."""
-    used = [name for joined in param.shard_axes for name in joined.split(".")]
-    there = all(any(param.mesh.inside(name, one) for one in used) for name in axis.split("."))
-    if not axis or not param.ndim or there:
-        return param
-    return replace(param, dims=((*param.dims[0], AxisShard(axis)), *param.dims[1:])).whole(shape)
+    left = left_axes(param, axis)
+    return shard_over(param, left, shape) if left and param.ndim else param
 
 
 def _reduce(

@@ -15,17 +15,17 @@ Cost per rank and step: level 1, 2 as much as an all-reduce of the gradients; le
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import fx
 
 from fxpar.ir.collectives import reshard
-from fxpar.ir.dist_config import AxisShard, DistConfig
+from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.node_meta import dist_of, fqn_of, is_backward, tensor_of
-from fxpar.ir.pass_base import Tier, gathered_together, insert
+from fxpar.ir.pass_base import Tier, gathered_together, insert, left_axes, shard_over
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ZeroShard:
         for node, info in zip(graph.placeholders, graph.inputs, strict=True):
             if info.kind != "param" or not info.meta.shape:
                 continue
-            level, axis = strategy.zero_of(info.fqn), strategy.data_axes_of(info.fqn)
+            level, axis = strategy.zero_of(info.fqn), left_axes(dist_of(node), strategy.data_axes_of(info.fqn))
             if level < max(1, self.params_from) or not axis:
                 continue
             compute = dist_of(node)
@@ -82,11 +82,6 @@ def _released_blocks(graph: AnnotatedGraph, blocks: Mapping[str, str]) -> set[st
     return {
         block for block in last_use if any(first_use[other] > last_use[block] for other in layers if other != block)
     }
-
-
-def shard_over(config: DistConfig, axis: str, shape: Sequence[Any]) -> DistConfig:
-    """`config` of a tensor of `shape` with dim 0 also cut by `axis`, inside its other cuts."""
-    return replace(config, dims=((*config.dims[0], AxisShard(axis)), *config.dims[1:])).whole(shape)
 
 
 def _gather(

@@ -22,6 +22,7 @@ import sympy
 from torch import fx
 
 from fxpar.annotate.bins import check_bins
+from fxpar.annotate.experts import check_experts
 from fxpar.annotate.module_rules import check_rules
 from fxpar.annotate.nesting import combine, is_within, modules_in_order_of_search
 from fxpar.annotate.notes import Choice, note_attention, note_missing_rules, note_uncut
@@ -31,7 +32,7 @@ from fxpar.annotate.roles import Policy, check_options, policy_of
 from fxpar.annotate.solve import AxisSearch, Demand, Search
 from fxpar.errors import NotYetError
 from fxpar.flow import padding_hazard, token_symbol
-from fxpar.ir.axes import USES, whole_axis
+from fxpar.ir.axes import whole_axis
 from fxpar.ir.copies import copy_graph
 from fxpar.ir.dist_config import DistConfig, OuterShard, P, Partial, Placement, R, Shard
 from fxpar.ir.fqn import block_or_module_of, starred
@@ -100,6 +101,7 @@ def annotate(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
     """
     check_rules(logical, strategy)
     check_bins(logical, strategy)
+    check_experts(logical, strategy)
     return annotate_and_search(logical, strategy)[0]
 
 
@@ -116,16 +118,13 @@ def annotate_and_search(logical: LogicalGraph, strategy: Strategy) -> tuple[Anno
 def unplaced(logical: LogicalGraph, strategy: Strategy) -> AnnotatedGraph:
     """A copy of the logical graph for `strategy`, without placements yet.
 
-    Raises NotYetError for axes that the lowering does not know.
+    Raises NotYetError for teams and pipelines.
     """
     what = f"a graph of one mesh for '{strategy}'"
     if strategy.teams:
         raise NotYetError(what, "Take one team of it: strategy.of_team(0).")
     if strategy.pipeline_size > 1:
         raise NotYetError(what, "Cut it into stages: fxpar.lowering.pipeline.lower_pipeline.")
-    for axis, degree in strategy.axes:
-        if degree > 1 and USES[axis] == "experts":
-            raise NotYetError(f"axis {axis!r} of strategy '{strategy}'", "Use dp, pp, cp, ring, rows and tp.")
     return AnnotatedGraph(
         copy_graph(logical.gm.graph),
         logical.inputs,

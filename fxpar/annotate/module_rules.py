@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from fxpar.errors import RuleGlobError, RuleHeadsError
-from fxpar.ir.axes import BINS, RING, USES
+from fxpar.ir.axes import BINS, EXPERTS, RING, USES
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
 from fxpar.ir.module_rules import PROPERTIES
 from fxpar.ir.node_meta import fqn_of, is_backward
@@ -53,7 +53,7 @@ def check_heads(graph: AnnotatedGraph, uncut: Mapping[fx.Node, tuple[int, int]])
             found = strategy.rules[rule]
             for axis, degree in found.axes:  # bins and rings divide tokens, not heads
                 legal = [d for d in range(1, heads + 1) if _divides(axis, d, heads, kv_heads)]
-                if degree > 1 and axis not in (BINS, RING) and degree not in legal:
+                if degree > 1 and axis not in (BINS, EXPERTS, RING) and degree not in legal:
                     nearest = min(legal, key=lambda d: (abs(d - degree), d))
                     asked, near = f"{axis}{degree}", f"{axis}{nearest}"
                     raise RuleHeadsError(str(found), fqn_of(node), heads, kv_heads, asked, near)

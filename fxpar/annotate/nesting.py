@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import sympy
 from torch import fx
@@ -21,6 +22,7 @@ from fxpar.ir.graph import TensorMeta
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.node_meta import fqn_of
 from fxpar.ir.strategy import Strategy
+from fxpar.ops.traits import EXPERT_PRODUCTS, EXPERT_PRODUCTS_BACKWARD
 from fxpar.rules.option import Option
 from fxpar.rules.view import is_op
 
@@ -63,6 +65,15 @@ def together(options: Mapping[str, Option], one: str, other: str) -> bool:
     return all(a == b for a, b in pairs) or all(a is None or a != b for a, b in pairs)
 
 
+def without_experts(op: Any, options: Mapping[str, Option]) -> Mapping[str, Option]:
+    """Options of an op on each axis, of a product by expert those of its rows: ep cuts the weights by expert, which no
+    dim of the rows counts, so that they are cut on their own.
+    """
+    if op in EXPERT_PRODUCTS:
+        return {a: Option((o.inputs[0], *o.inputs[2:]), o.outputs) for a, o in options.items()}
+    return {a: Option(o.inputs, ()) for a, o in options.items()} if op in EXPERT_PRODUCTS_BACKWARD else options
+
+
 def _places(option: Option) -> tuple[Placement, ...]:
     return (*option.inputs, *option.outputs)
 
@@ -90,7 +101,8 @@ def modules_in_order_of_search(
         options = {axis: choice[node] for axis, choice in choices.items()}
         key = (*map(id, options.values()),)
         if key not in known:
-            known[key] = all(together(options, *pair) for pair in inverted[rule])
+            rows = without_experts(node.target, options)
+            known[key] = all(together(rows, *pair) for pair in inverted[rule])
         if not known[key]:
             found.add(starred(fqn_of(node)))
     return frozenset(found)
@@ -104,4 +116,4 @@ def is_within(module: str, modules: Collection[str]) -> bool:
     return "" in modules or any(".".join(parts[:end]) in modules for end in range(1, len(parts) + 1))
 
 
-__all__ = ["combine", "is_within", "modules_in_order_of_search", "together"]
+__all__ = ["combine", "is_within", "modules_in_order_of_search", "together", "without_experts"]

@@ -11,6 +11,7 @@ import sympy
 
 from fxpar.annotate.bins import reads_bins
 from fxpar.annotate.cost import LAUNCH_BYTES, reshard_bytes
+from fxpar.annotate.experts import is_of_experts
 from fxpar.annotate.narrow import narrow_classes
 from fxpar.annotate.problem import RECEIVED, AxisProblem, OpClass
 from fxpar.annotate.solve import is_weight
@@ -21,9 +22,15 @@ from fxpar.ir.graph import AnnotatedGraph, Input, LogicalGraph, TensorMeta
 from fxpar.ir.node_meta import input_kind, is_backward, tensor_metas, tensor_of
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.strategy_text import parse_override
-from fxpar.ops.traits import ATTENTION, is_product, is_view
+from fxpar.ops.traits import ATTENTION, BY_EXPERT, is_product, is_view
 from fxpar.rules.option import Option
-from fxpar.rules.own_ops import attention_by_tokens, attention_in_ring, attention_options, narrow_attention
+from fxpar.rules.own_ops import (
+    attention_by_tokens,
+    attention_in_ring,
+    attention_options,
+    experts_apart,
+    narrow_attention,
+)
 from fxpar.rules.table import own, passing
 
 # A product or a weight that is not cut costs this many times its bytes: cutting the work is what the axis is for, so it
@@ -235,6 +242,32 @@ class RowsAxis(ContextAxis):
 
 
 @dataclass(frozen=True)
+class ExpertsAxis(RowsAxis):
+    """ep: as rows, or as cp where a row is not packed `in_bins`; but weights of experts are cut, a run of experts for
+    each rank, and `passes.exchange_tokens` takes the tokens there.
+    """
+
+    in_bins: bool = True
+
+    def sources(self, entry: OpClass) -> list[Option]:
+        if is_of_experts(entry.nodes[0]):
+            return [Option((), (Shard(0),))]
+        return super().sources(entry)
+
+    def extra(self, problem: AxisProblem, entry: OpClass) -> list[Option]:
+        if entry.view.target in BY_EXPERT:
+            return [experts_apart(entry.view)]
+        return super().extra(problem, entry) if self.in_bins else ContextAxis.extra(self, problem, entry)
+
+    def refusal(self, problem: AxisProblem, entry: OpClass, option: Option) -> str:
+        if entry.view.target in BY_EXPERT:
+            return "" if option == experts_apart(entry.view) else "it leaves experts whole, which ep cuts"
+        if is_of_experts(entry.nodes[0]):
+            return ""
+        return super().refusal(problem, entry, option)
+
+
+@dataclass(frozen=True)
 class RingAxis(ContextAxis):
     """ring: as cp, but attention keeps its tokens cut, and keys and values travel. Where a mask says who sees whom, it
     is as cp.
@@ -281,6 +314,7 @@ def _check_dim(pattern: str, placement: Placement, info: Input) -> None:
 
 __all__ = [
     "ContextAxis",
+    "ExpertsAxis",
     "ModelAxis",
     "RingAxis",
     "RowsAxis",

@@ -1,8 +1,9 @@
-"""Roles by name: what a strategy uses its tp, cp, ring or rows axis for. `tp`, `cp`, `ring` and `rows` are fxpar's.
+"""Roles by name: what a strategy uses its tp, cp, ring, rows or ep axis for. Those of these names are fxpar's.
 
 Other packages add roles through the entry-point group `fxpar.roles`; a strategy names them, `tp4+role(tp=my_role)`. A
 role is a class of policies: one that derives from `TensorAxis` is for tp, one that derives from `ContextAxis` for cp,
-one that derives from `RingAxis` for ring, one that derives from `RowsAxis` for rows.
+one that derives from `RingAxis` for ring, one that derives from `RowsAxis` for rows, one that derives from
+`ExpertsAxis` for ep.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from dataclasses import dataclass
 import sympy
 
 from fxpar.annotate.narrow import narrow_classes
-from fxpar.annotate.policy import ContextAxis, RingAxis, RowsAxis, TensorAxis
+from fxpar.annotate.policy import ContextAxis, ExpertsAxis, RingAxis, RowsAxis, TensorAxis
 from fxpar.annotate.problem import AxisProblem, OpClass
 from fxpar.errors import RoleContractError, UnknownRoleError
-from fxpar.ir.axes import BINS, RING
+from fxpar.ir.axes import BINS, EXPERTS, RING
 from fxpar.ir.dist_config import OuterShard, Partial, Placement, Replicate, Shard
 from fxpar.ir.registry import Registry
 from fxpar.ir.strategy import Strategy
@@ -24,7 +25,13 @@ from fxpar.rules.option import Option, OpView
 
 Role = TensorAxis | ContextAxis
 # What an axis is used for unless the strategy names another role, and what such another role derives from.
-BASES: dict[str, type[Role]] = {"tp": TensorAxis, "cp": ContextAxis, RING: RingAxis, BINS: RowsAxis}
+BASES: dict[str, type[Role]] = {
+    "tp": TensorAxis,
+    "cp": ContextAxis,
+    RING: RingAxis,
+    BINS: RowsAxis,
+    EXPERTS: ExpertsAxis,
+}
 BUILTIN = {axis: f"{base.__module__}:{base.__name__}" for axis, base in BASES.items()}
 ROLES = Registry("role", "fxpar.roles", BUILTIN, UnknownRoleError)
 
@@ -78,6 +85,8 @@ def policy_of(
     def role(rule: int | None) -> Role:
         cuts_tokens = strategy.cuts_tokens_in(axis, rule)
         found = _class(strategy, strategy.axis_in(axis, rule))
+        if issubclass(found, ExpertsAxis):
+            return found(strategy.degree(axis), cuts_tokens, overrides, token, in_bins)
         found = found if in_bins or not issubclass(found, RowsAxis) else ContextAxis
         return found(strategy.degree(axis), cuts_tokens, overrides, token)
 

@@ -169,3 +169,37 @@ class ChunkedRuleError(FxparError):
             f"rule {which} wants chunks, but the loss over the vocabulary of {model!r} begins in module {module!r}. "
             "Write chunks(...) in a rule for that module, or in front of the brackets."
         )
+
+
+class NoExpertsError(FxparError):
+    """A strategy cuts experts, and there are none."""
+
+    def __init__(self, strategy: str, model: str, rule: str | None) -> None:
+        where = f"rule {rule!r} of strategy {strategy!r}" if rule else f"strategy {strategy!r}"
+        what = "its modules have" if rule else f"model {model!r} has"
+        super().__init__(
+            f"{where}: ep cuts experts, and {what} none that were captured as products by expert (fxpar::expert_mm). "
+            "Write rows in place of ep to cut tokens alone."
+        )
+
+
+class ExpertsDivideError(FxparError):
+    """A strategy cuts experts over ranks that do not divide them."""
+
+    def __init__(self, strategy: str, module: str, experts: int, degree: int) -> None:
+        near = max(d for d in range(1, min(experts, degree) + 1) if experts % d == 0)
+        super().__init__(
+            f"strategy {strategy!r}: the {experts} experts of {module!r} do not divide over {degree} ranks. Write "
+            f"ep{near}, or another degree that divides {experts}."
+        )
+
+
+class ExpertIdsError(FxparError):
+    """Experts whose tokens cannot travel, as it is not known which dim of the ids counts them."""
+
+    def __init__(self, strategy: str, module: str, ids: str) -> None:
+        super().__init__(
+            f"strategy {strategy!r}: the ids of the experts of {module!r} are {ids}; under ep they are [tokens, slots] "
+            "of a batch whose number of tokens is dynamic. Give each row its slots, ids[:, None], and capture with "
+            "dynamic dims."
+        )

@@ -36,6 +36,7 @@ _STEPS: dict[Any, str] = {
     collectives.reduce_scatter: "reduce_scatter",
     collectives.all_to_all: "all_to_all",
     collectives.shift: "shift",
+    collectives.exchange: "all_to_all",
 }
 Dims = dict[sympy.Symbol, int]
 

@@ -28,6 +28,7 @@ import fxpar.ops  # noqa: F401 - registers fxpar's own ops, which graphs are mad
 from fxpar.errors import FxparError, GraphFormatError
 from fxpar.graph_files.structure import check_fields, check_meta, check_value
 from fxpar.graph_files.vocabulary import check_call, check_identifier, check_target, find_target, shown
+from fxpar.ir.counts import RunCount
 from fxpar.ir.dist_config import AxisShard, DistConfig, Partial, Replicate, Shard
 from fxpar.ir.exec_graph import ExecGraph, Part, Stored
 from fxpar.ir.graph import AnnotatedGraph, Averaged, Dim, Input, LogicalGraph, Output, TensorMeta, dim_symbol
@@ -52,7 +53,7 @@ _DEVICE = re.compile(r"(cpu|cuda|meta)(:\d{1,3})?", re.ASCII)
 _LARGEST_INT, _LONGEST_TEXT = 2**63, 2**16
 _LARGEST_EXPRESSION = 2000  # nodes; sizes of real models have tens
 _POWERS = (sympy.Pow, *(cls for name, cls in expression_classes().items() if "Pow" in name))
-_EXPRESSIONS = expression_classes()
+_EXPRESSIONS = {**expression_classes(), "RunCount": RunCount}
 _EXPRESSION_NAMES = {cls: name for name, cls in _EXPRESSIONS.items()}
 
 

@@ -35,7 +35,7 @@ from torch import fx
 from fxpar.errors import GraphFormatError
 from fxpar.ir import collectives, markers
 from fxpar.ir.serialize import OpOverload, target_name
-from fxpar.ops import layout
+from fxpar.ops import copies, layout
 from fxpar.ops.traits import DECLARED, IN_PLACE, OUT
 from fxpar.rules.installed import import_ops
 from fxpar.rules.table import REPLICATED_ON_PURPOSE, TABLE
@@ -50,6 +50,7 @@ _ARITHMETIC = (
 _OF_PASSES = (
     *(layout.pack, layout.unpack, layout.take, layout.lower, layout.lift, layout.fuse, layout.unfuse),
     layout.shift,
+    *(copies.copies, copies.own_ids, copies.exchange, copies.sum_copies),
     *(layout.zero_padding, layout.keep_on_first),
     *(markers.vary, collectives.reshard, *collectives.COLLECTIVES),
 )

@@ -60,7 +60,12 @@ def shift(x: Tensor, axis: str) -> Tensor:
     _not_lowered("shift")
 
 
-COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all, shard, partial, shift)
+def exchange(x: Tensor, axis: str, sent: Tensor, received: Tensor) -> Tensor:
+    """Rows of x by rank, `sent` [ranks] of them to each -> rows by rank, `received` from each; of local tensors."""
+    _not_lowered("exchange")
+
+
+COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all, shard, partial, shift, exchange)
 
 
 def is_collective(node: fx.Node) -> bool:

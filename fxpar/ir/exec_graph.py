@@ -127,7 +127,7 @@ _KINDS = {
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
-_FUNCTIONS = {"fxpar.ops.layout:shift": "shift"}
+_FUNCTIONS = {"fxpar.ops.layout:shift": "shift", "fxpar.ops.copies:exchange": "all_to_all"}
 
 
 def collective_kind(node: fx.Node) -> str | None:

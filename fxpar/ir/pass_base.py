@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from torch import fx
 
 from fxpar.errors import VerifyError
-from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.dist_config import AxisShard, DistConfig
 from fxpar.ir.fqn import block_of, block_or_module_of
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
 from fxpar.ir.node_meta import is_backward, is_on_host, is_size, phase_of
@@ -185,3 +186,15 @@ def right_behind(graph: fx.Graph, node: fx.Node) -> AbstractContextManager[Any]:
     if node.op == "placeholder":
         return graph.inserting_before(next(iter(graph.find_nodes(op="output"))))
     return graph.inserting_after(node)
+
+
+def left_axes(config: DistConfig, axes: str) -> str:
+    """Those of `axes`, joined by '.', that do not cut a tensor yet, as ep cuts the weights of experts."""
+    used = [name for joined in config.shard_axes for name in joined.split(".")]
+    left = [a for a in axes.split(".") if a and not any(config.mesh.overlap(a, one) for one in used)]
+    return ".".join(left)
+
+
+def shard_over(config: DistConfig, axis: str, shape: Sequence[Any]) -> DistConfig:
+    """`config` of a tensor of `shape` with dim 0 also cut by `axis`, inside its other cuts."""
+    return replace(config, dims=((*config.dims[0], AxisShard(axis)), *config.dims[1:])).whole(shape)

@@ -5,13 +5,13 @@ Grammar: `axes ('+' flag)*` with axes `name degree ('.' name degree)*`, outermos
     dp2.tp4+sp+zero1     2 replicas of a 4-way tensor-parallel model, sequence parallel, ZeRO-1
 
 Axes: dp (data), pp (pipeline), cp (context: tokens, heads in attention), ring (tokens, in attention too), rows (tokens,
-packed so that no document is cut), tp (tensor), ep (expert). Flags: sp (Megatron sequence parallel on the tp axis),
-zero1 | zero2 | zero3 (optimizer state | + gradients | + parameters sharded over dp, cp, ring and rows), remat or
-remat(...) (recomputation, see `Remat`), offload or offload(0.5) (all, or that share, of what the forward saves for the
-backward goes to the host), chunks(16) (the loss over the vocabulary, in as many chunks of tokens). With pp: gpipe |
-1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see `Pipeline`), cut(layers.3|layers.6) (where stages begin).
-role(tp=name) (what an axis is used for, where another package says so, see `fxpar.annotate.roles`). Rules in brackets
-at the end say what some modules do otherwise (see `fxpar.ir.module_rules`):
+packed so that no document is cut), tp (tensor), ep (as rows, with experts cut: tokens travel to them). Flags: sp
+(Megatron sequence parallel on the tp axis), zero1 | zero2 | zero3 (optimizer state | + gradients | + parameters sharded
+over dp, cp, ring, rows and ep), remat or remat(...) (recomputation, see `Remat`), offload or offload(0.5) (all, or that
+share, of what the forward saves for the backward goes to the host), chunks(16) (the loss over the vocabulary, in as
+many chunks of tokens). With pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see `Pipeline`),
+cut(layers.3|layers.6) (where stages begin). role(tp=name) (what an axis is used for, where another package says so, see
+`fxpar.annotate.roles`). Rules in brackets at the end say what some modules do otherwise (see `fxpar.ir.module_rules`):
 
     dp2.tp4+sp[*.self_attn: cp4; lm_head: tp4]
 
@@ -36,7 +36,7 @@ from functools import cached_property
 from typing import Any
 
 from fxpar.errors import StrategySyntaxError, WorldSizeError
-from fxpar.ir.axes import BINS, RANKS, REPLICAS, RING, ROLE_AXES, STAGES, USES, data_axes
+from fxpar.ir.axes import BINS, EXPERTS, RANKS, REPLICAS, RING, ROLE_AXES, STAGES, USES, data_axes
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.module_rules import ModuleRule, atoms, governing, joined, offload_flag
 from fxpar.ir.remat import Remat
@@ -294,9 +294,10 @@ class Strategy:
 
     @property
     def bin_axes(self) -> tuple[str, ...]:
-        """Axes and sub-axes over which bins are cut: those that are rows in any module."""
+        """Axes and sub-axes over which bins are cut: those that are rows in any module, or ep where no rule says it."""
         layouts = [None, *(i for i, rule in enumerate(self.rules) if rule.axes)]
-        return tuple(atom for atom in self.atoms if any(self.axis_in(atom, layout) == BINS for layout in layouts))
+        rows = {atom for atom in self.atoms if any(self.axis_in(atom, layout) == BINS for layout in layouts)}
+        return tuple(atom for atom in self.atoms if atom in rows or self.axis_in(atom, None) == EXPERTS)
 
     @property
     def ring(self) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from fxpar.annotate.bins import check_bins
+from fxpar.annotate.experts import check_experts
 from fxpar.annotate.module_rules import check_rules
 from fxpar.errors import GivenPassesError, NothingToOffloadError, NotYetError, VerifyError
 from fxpar.flow import padding_hazard
@@ -96,6 +97,7 @@ def lower(
         return lower_teams(logical, strategy, lower_team)
     check_rules(logical, strategy)
     check_bins(logical, strategy)
+    check_experts(logical, strategy)
     if strategy.pipeline_size > 1:
         pipeline = lower_pipeline(logical, strategy, ladder, on_pass, verified)
         _check_moved(pipeline, strategy, ladder)
@@ -149,6 +151,7 @@ def graphs_after(
         return
     check_rules(logical, strategy)
     check_bins(logical, strategy)
+    check_experts(logical, strategy)
     if strategy.pipeline_size == 1:
         yield run_passes(logical, strategy, ladder, on_pass, last, verified)[0]
         return
@@ -207,6 +210,7 @@ def lower_forward(
         raise NotYetError(f"a forward whose loss is outside, under '{strategy}'", "Name a strategy without pp for it.")
     check_rules(logical, strategy)
     check_bins(logical, strategy)
+    check_experts(logical, strategy)
     ladder = default_passes(for_store=not whole)
     if whole:
         ladder = [_WITHOUT_STORE.get(step.name, step) for step in ladder]

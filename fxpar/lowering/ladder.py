@@ -25,6 +25,7 @@ from fxpar.passes.bucket_collectives import BucketCollectives
 from fxpar.passes.casts import Casts
 from fxpar.passes.chunk_loss import ChunkLoss
 from fxpar.passes.cleanup import Cleanup
+from fxpar.passes.exchange_tokens import ExchangeTokens
 from fxpar.passes.global_to_local import GlobalToLocal
 from fxpar.passes.hide_reductions import HideReductions
 from fxpar.passes.hoist_collectives import HoistCollectives
@@ -74,6 +75,7 @@ def default_passes(
         Cleanup(),
         GlobalToLocal(),
         RingAttention(),
+        ExchangeTokens(),
         SortRows(),
         LowerCollectives(),
         ChunkLoss(),

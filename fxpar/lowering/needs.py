@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from fxpar.annotate.experts import is_of_experts
 from fxpar.errors import VerifyError
 from fxpar.ir.axes import REPLICAS
 from fxpar.ir.collectives import is_collective, reshard
@@ -22,6 +23,7 @@ from fxpar.ir.graph import AnnotatedGraph, Output
 from fxpar.ir.markers import vary
 from fxpar.ir.node_meta import comm_of, dist_of, is_on_host, is_size, phase_of, tensor_of
 from fxpar.lowering.verify import misfit, writes
+from fxpar.passes.exchange_tokens import experts_axis
 from fxpar.rules.view import ring_of
 
 
@@ -60,7 +62,7 @@ def _is_zero_sharded(graph: AnnotatedGraph) -> bool:
     return any(
         set(graph.strategy.data_axes_of(info.fqn).split(".")) & set(axis.split("."))
         for node, info in pairs
-        if info.kind == "param"
+        if info.kind == "param" and not is_of_experts(node)  # which ep cuts
         for axis in dist_of(node).shard_axes
     )
 
@@ -88,6 +90,12 @@ RINGS = Need(
     "some has tokens cut over one",
     lambda graph, nodes: not any(ring_of(node, graph.strategy) for node in _calls(nodes)),
     "ring_attention",
+)
+EXCHANGED = Need(
+    "tokens at their experts",
+    "some products by expert are of a rank's own tokens, and ep cuts their experts",
+    lambda graph: not any(experts_axis(node, graph.strategy) for node in _calls(graph)),
+    "exchange_tokens",
 )
 LOWERED = Need(
     "collectives that are calls of process groups",
@@ -147,8 +155,9 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "cleanup": (),
     "global_to_local": (FITS, STEPS, GLOBAL),
     "ring_attention": (FITS, STEPS, LOCAL),
-    "sort_rows": (FITS, STEPS, LOCAL),
-    "lower_collectives": (FITS, STEPS, LOCAL, RINGS),
+    "exchange_tokens": (FITS, STEPS, LOCAL),
+    "sort_rows": (FITS, STEPS, LOCAL, EXCHANGED),
+    "lower_collectives": (FITS, STEPS, LOCAL, RINGS, EXCHANGED),
     "chunk_loss": (*_LATE, FUNCTIONAL, UNCHUNKED),
     "rematerialize": (*_LATE, FUNCTIONAL),
     "bucket_collectives": (*_LATE, FUNCTIONAL),
@@ -163,7 +172,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
 }
 """By name; a pass that is not here (another package's) is run as it is."""
 
-END = (*_LATE, MASKED, RINGS)
+END = (*_LATE, MASKED, RINGS, EXCHANGED)
 """What a program needs."""
 
 

@@ -16,9 +16,9 @@ from torch import fx
 
 from fxpar.annotate.bins import reads_bins
 from fxpar.annotate.driver import degrees_product
-from fxpar.annotate.nesting import together
+from fxpar.annotate.nesting import together, without_experts
 from fxpar.errors import VerifyError
-from fxpar.ir.axes import BINS, RING
+from fxpar.ir.axes import BINS, EXPERTS, RING
 from fxpar.ir.collectives import reshard
 from fxpar.ir.dist_config import DistConfig, OuterShard, R, Shard
 from fxpar.ir.exec_graph import collective_kind
@@ -27,9 +27,15 @@ from fxpar.ir.node_meta import dists_of, fqn_of, is_size, source_of, tensor_meta
 from fxpar.ir.pass_base import tensor_operands
 from fxpar.ir.serialize import OpOverload
 from fxpar.ir.strategy import Strategy
-from fxpar.ops.traits import ATTENTION
+from fxpar.ops.traits import ATTENTION, BY_EXPERT
 from fxpar.rules.option import Cut, Option, OpView, Seed, replicated
-from fxpar.rules.own_ops import attention_by_tokens, attention_in_ring, attention_options, narrow_attention
+from fxpar.rules.own_ops import (
+    attention_by_tokens,
+    attention_in_ring,
+    attention_options,
+    experts_apart,
+    narrow_attention,
+)
 from fxpar.rules.table import options, passing
 from fxpar.rules.view import Sizes, call_key, is_op, make_view
 from fxpar.torch_api.schemas import schema_of
@@ -209,7 +215,8 @@ def _check_op(
     after: str,
 ) -> None:
     made = dists_of(node)
-    rule = node.meta.get("rule") if node.target in ATTENTION else None
+    special = node.target in ATTENTION or node.target in BY_EXPERT
+    rule = node.meta.get("rule") if special else None
     bins = node.target in ATTENTION and reads_bins(node)
     key = (node.target, tensor_metas(node), wanted, made, rule, bins, *call_key(node))
     if key in known:
@@ -222,7 +229,7 @@ def _check_op(
             tuple(c.placement(axis) if c is not None else R for c in made),
         )
         view, _ = make_view(node, sizes, others)
-        tokens = _by_tokens(strategy.axis_in(axis, rule), view, bins) if node.target in ATTENTION else None
+        tokens = _by_tokens(strategy.axis_in(axis, rule), view, bins) if special else None
         if not (option == tokens or legal(view, option, strategy.degree(axis))):
             raise VerifyError(f"after pass {after!r}: {where(node)} cannot run on axis {axis} as {option}")
         others.append(({node: option}, strategy.degree(axis)))
@@ -232,10 +239,12 @@ def _check_op(
 
 
 def _by_tokens(role: str, view: OpView, bins: bool) -> Option | None:
-    """The option with tokens cut that attention has on an axis of this role."""
+    """The option with tokens cut that attention, or a product by expert, has on an axis of this role."""
+    if view.target in BY_EXPERT:
+        return experts_apart(view) if role == EXPERTS else None
     if role == RING:
         return attention_in_ring(view)
-    return attention_by_tokens(view) if bins and role == BINS else None
+    return attention_by_tokens(view) if bins and role in (BINS, EXPERTS) else None
 
 
 def _check_nesting(
@@ -244,6 +253,7 @@ def _check_nesting(
     """Axes cut in the order in which their options are legal, each on sizes local to those before, or in another that
     is as good.
     """
+    options = without_experts(node.target, options)
     order = {axis: turn for turn, axis in enumerate(strategy.model_axes)}
     for config in dict.fromkeys(configs):
         for entries in config.in_parts(strategy.atoms).dims:

@@ -162,6 +162,8 @@ EXPERT_PRODUCTS = {own.expert_mm.default, own.grouped_mm.default}
 EXPERT_PRODUCTS_BACKWARD = {own.expert_mm_backward.default, own.grouped_mm_backward.default}
 """The weights' gradients, of the gradients of rows, operand 0, and the rows, operand 1."""
 
+BY_EXPERT = EXPERT_PRODUCTS | EXPERT_PRODUCTS_BACKWARD
+
 CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
 
 ATTENTION = {own.attention.default: 0, own.attention_backward.default: 1}

@@ -12,8 +12,9 @@ from torch import fx
 
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.fqn import block_of
-from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.graph import AnnotatedGraph, TensorMeta
 from fxpar.ir.node_meta import fqn_of, is_backward, is_size, phase_of, reader_of
+from fxpar.ops import copies
 from fxpar.ops.traits import is_random
 
 _ADDING = ("all_reduce", "reduce_scatter")
@@ -116,11 +117,24 @@ def _moved(node: fx.Node) -> tuple[str, str]:
 
 
 def _fixed(body: list[fx.Node], forward: list[fx.Node]) -> Iterator[fx.Node]:
+    yield from _routes(forward)
     # What an in-place op has written to is another value from then on, so its operands are not read again either.
     written = {operand for node in body for operand in _written(node)}
     for node in forward:
         touched = node in written or any(o in written for o in node.all_input_nodes)
         if is_random(node.target) or touched or _written(node):
+            yield node
+
+
+def _routes(forward: list[fx.Node]) -> Iterator[fx.Node]:
+    """Where tokens go to their experts: counted and told once, for forward and backward."""
+    found: set[fx.Node] = set()
+    for node in forward:
+        operands = [o for o in node.all_input_nodes if not is_size(o)]
+        meta = node.meta.get("local")
+        told = node.target is copies.exchange and isinstance(meta, TensorMeta) and not meta.dtype.is_floating_point
+        if node.target is copies.copies or told or (operands and all(o in found for o in operands)):
+            found.add(node)
             yield node
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.node_meta import input_kind, is_backward, is_on_host, is_size, local_meta, size_of
-from fxpar.ops import layout
+from fxpar.ops import copies, layout
 from fxpar.remat.meta_values import META, MetaValues, is_same_call, meta_tensors
 
 c10d = torch.ops._c10d_functional
@@ -196,8 +196,9 @@ def _rows(x: Tensor, rows: int) -> Tensor:
     return x.new_empty((rows, *x.shape[1:]))
 
 
-# Shapes alone: on the meta device torch would look up the process group, and a program knows tokens only.
-_COLLECTIVES: dict[Any, Callable[..., Tensor]] = {
+# Shapes alone: on the meta device torch would look up the process group, and a program knows tokens only. Copies of
+# tokens are as many as in the mean.
+_COLLECTIVES: dict[Any, Callable[..., Any]] = {
     c10d.all_reduce.default: lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
     c10d.all_reduce_.default: lambda x, *_: x,
     c10d.all_gather_into_tensor.default: lambda x, degree, _: _rows(x, x.shape[0] * degree),
@@ -205,4 +206,7 @@ _COLLECTIVES: dict[Any, Callable[..., Tensor]] = {
     c10d.all_to_all_single.default: lambda x, got, _sent, _: _rows(x, sum(got)),
     c10d.wait_tensor.default: lambda x: x,
     layout.shift: lambda x, *_: torch.empty_like(x),
+    copies.copies: copies.meta_copies,
+    copies.exchange: lambda x, *_: torch.empty_like(x),
+    copies.sum_copies: lambda x, _to, _sent, ids: _rows(x, ids.shape[0]),
 }

@@ -265,3 +265,10 @@ def weighted_sum_backward_factors(op: OpView) -> list[Factor]:
 def weighted_sum_backward_partials(op: OpView) -> list[Option]:
     """The gradient of rows does not depend on rows, that of the weights is linear in them."""
     return [Option((R, P, R), (R, P))]
+
+
+def experts_apart(op: OpView) -> Option:
+    """The option of a product by expert, or of its weights' gradients, where each rank has a run of the experts: rows
+    stay cut with their tokens, which an exchange has to take to the experts (`passes.exchange_tokens`).
+    """
+    return Option((Shard(0),) * len(op.inputs), (Shard(0),))

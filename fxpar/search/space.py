@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fxpar.ir.axes import BINS, REPLICAS, RING, ROLE_AXES, STAGES, USES
+from fxpar.ir.axes import BINS, EXPERTS, REPLICAS, RING, ROLE_AXES, STAGES, USES
 from fxpar.ir.module_rules import Axes, ModuleRule
 from fxpar.ir.remat import Remat
 from fxpar.ir.strategy import SINGLE, Strategy, of_degrees
@@ -117,8 +117,8 @@ def _of_shape(remat: Remat | None, shape: Strategy) -> Remat | None:
 
 # How the ranks of a replica may be used in a module: an axis, and whether it needs the links inside of a node. A layout
 # is a product of them, outermost first. Bins are not among them: they are for attention, see
-# `in_bins`. Rings are not searched.
-ROLES = tuple((axis, USES[axis] == "weights") for axis in reversed(ROLE_AXES) if axis not in (BINS, RING))
+# `in_bins`. Rings and experts are not searched.
+ROLES = tuple((axis, USES[axis] == "weights") for axis in reversed(ROLE_AXES) if axis not in (BINS, EXPERTS, RING))
 
 
 def role_layouts(ranks: int, per_node: int) -> list[Axes]:

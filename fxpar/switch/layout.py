@@ -17,8 +17,8 @@ from fxpar.ir.axes import data_axes
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import TensorMeta
+from fxpar.ir.pass_base import shard_over
 from fxpar.ir.pipeline_graph import side_by_side
-from fxpar.passes.zero_shard import shard_over
 
 
 @dataclass(frozen=True)

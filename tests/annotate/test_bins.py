@@ -101,7 +101,7 @@ def test_a_batch_without_tokens():
 
 
 def test_axes_of_rules():
-    with pytest.raises(StrategySyntaxError, match="inside of a replica, tp, cp, ring, rows; dp is"):
+    with pytest.raises(StrategySyntaxError, match="inside of a replica, tp, cp, ring, rows, ep; dp is"):
         Strategy.parse("tp2[*.ffn: dp2]")
 
 

@@ -15,7 +15,7 @@ from fxpar.annotate import AnnotateOnce, annotate, driver
 from fxpar.annotate.driver import annotate_and_search, combine, search_placements
 from fxpar.annotate.solve import _solved
 from fxpar.checking import check
-from fxpar.errors import FxparWarning, NotYetError, OverrideError
+from fxpar.errors import FxparWarning, NoExpertsError, NotYetError, OverrideError
 from fxpar.ir.dist_config import DistConfig, R, Shard
 from fxpar.ir.graph import TensorMeta, dim_symbol
 from fxpar.ir.mesh import Mesh
@@ -24,6 +24,7 @@ from fxpar.ir.printer import format_graph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import default_passes, lower
 from fxpar.lowering.verify import verify, verify_placements
+from fxpar.passes.pack_documents import pack_documents
 from fxpar.rules.option import replicated
 from tests.captured import Captured, fused, gpt, llama, squared, take, vectors
 from tests.repeat import crossed, thinned
@@ -254,11 +255,9 @@ def test_no_warning_without_a_tensor_or_context_axis():
 
 
 # ------------------------------------------------------------------------------------------------------- others
-def test_experts_are_not_there_yet():
-    with pytest.raises(
-        NotYetError, match=r"axis 'ep' of strategy 'dp2\.ep2' is not supported yet\. Use dp, pp, cp, ring, rows and tp"
-    ):
-        annotate(llama().graph, Strategy.parse("dp2.ep2"))
+def test_no_experts():
+    with pytest.raises(NoExpertsError, match="ep cuts experts, and model 'Llama' has none"):
+        annotate(pack_documents(llama().graph), Strategy.parse("dp2.ep2"))
     annotate(llama().graph, Strategy.parse("dp2.ep1.pp1"))
 
 

@@ -1,0 +1,63 @@
+"""Tokens on their way to the ranks that have their experts, and back: local tensors, and one exchange of rows.
+
+R ranks have E / R experts each, rank r those from r * E / R on. Of a token one *copy* goes to each rank that has one of
+its K experts, so a token with three experts on a rank goes there once. How many copies there are is known at run time:
+
+    copies      ids [N, K] -> tokens [U]: the token of each copy, by rank; sent [R]: copies to each rank
+    exchange    rows [U, ...] -> [V, ...]: `sent` of them to each rank, `received` from each
+    own_ids     ids [V, K] -> the same with -1 for experts of other ranks
+    sum_copies  rows [U, ...] -> [N, ...]: the sum over a token's copies, in the order of ranks
+
+In the mean over all routes a token has `mean_copies` of them; at most it has min(K, R).
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+
+def mean_copies(slots: int, experts: int, ranks: int) -> Fraction:
+    """Ranks that have one of a token's `slots` different experts, in the mean over all choices of them."""
+    others = experts - experts // ranks
+    return ranks * (1 - Fraction(math.comb(others, slots), math.comb(experts, slots)))
+
+
+def copies(ids: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """ids [N, K] -> (tokens [U], sent [R]), both int64. An id that is none of the experts goes nowhere."""
+    to = torch.where((ids >= 0) & (ids < experts), ids // (experts // ranks), ranks)
+    hit = torch.zeros(ids.shape[0], ranks + 1, dtype=torch.bool, device=ids.device).scatter_(1, to.long(), True)
+    hit = hit[:, :ranks]
+    return hit.t().nonzero()[:, 1], hit.sum(0)
+
+
+def meta_copies(ids: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """Shapes of `copies`, with as many copies as there are in the mean."""
+    count = int(ids.shape[0] * mean_copies(ids.shape[1], experts, ranks))
+    return ids.new_empty(count, dtype=torch.int64), ids.new_empty(ranks, dtype=torch.int64)
+
+
+def exchange(rows: Tensor, sent: Tensor, received: Tensor, group: str) -> Tensor:
+    """Rows from each rank in turn, not waited for."""
+    given, got = torch.stack([sent, received]).tolist()
+    return torch.ops._c10d_functional.all_to_all_single(rows.contiguous(), got, given, group)
+
+
+def own_ids(ids: Tensor, experts: int, index: int, numbered: bool) -> Tensor:
+    """With -1 for experts of other ranks than `index`, which has `experts`; `numbered`: its own count from 0."""
+    own = ids - index * experts
+    here = (own >= 0) & (own < experts)
+    return torch.where(here, own if numbered else ids, -1)
+
+
+def sum_copies(rows: Tensor, tokens: Tensor, sent: Tensor, ids: Tensor) -> Tensor:
+    """rows [U, ...] -> [N, ...] for ids [N, K]. Terms of less than 32 bits are added up in float32."""
+    dtype = torch.float32 if rows.dtype.is_floating_point and rows.dtype.itemsize < 4 else rows.dtype
+    out = torch.zeros(ids.shape[0], *rows.shape[1:], dtype=dtype, device=rows.device)
+    parts = sent.tolist()
+    for of_rank, terms in zip(tokens.split(parts), rows.split(parts), strict=True):
+        out.index_add_(0, of_rank, terms.to(dtype))  # no token twice, so that the order is fixed on every device
+    return out.to(rows.dtype)

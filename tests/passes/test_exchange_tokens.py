@@ -1,0 +1,168 @@
+"""Experts on several ranks: what travels, where what is computed, and gradients that are those of one device."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxpar import expert_mm, losses, weighted_sum
+from fxpar.errors import ExpertIdsError, ExpertsDivideError, NoExpertsError, VerifyError
+from fxpar.graph_files import load_graph, save_graph
+from fxpar.ir.counts import RunCount
+from fxpar.ir.exec_graph import ExecGraph
+from fxpar.lowering import default_passes, lower
+from fxpar.ops import copies
+from fxpar.passes.pack_documents import pack_documents
+from tests.captured import Captured, llama, take, tokens
+
+own = torch.ops.fxpar
+WIDTH, SLOTS, EXPERTS = 16, 2, 4
+
+
+class Experts(nn.Module):
+    """A router and gated experts. `kind` is what is unusual about them."""
+
+    def __init__(self, kind: str, slots: int) -> None:
+        super().__init__()
+        self.kind, self.slots = kind, slots
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.w1 = nn.Parameter(torch.randn(EXPERTS, WIDTH, 12) / 4)
+        self.w2 = nn.Parameter(torch.randn(EXPERTS, 6, WIDTH) / 3)
+        self.b1 = nn.Parameter(torch.randn(EXPERTS, 12)) if kind == "biased" else None
+        self.b2 = nn.Parameter(torch.randn(EXPERTS, WIDTH)) if kind == "biased" else None
+        if kind == "all to one":  # rank 0 gets every token, the others none
+            nn.init.constant_(self.router.bias[:slots], 1e3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        weights, ids = self.router(flat).softmax(-1).topk(self.slots, -1)
+        weights = weights / weights.sum(-1, keepdim=True) * 2 if self.slots > 1 else weights
+        if self.kind == "no slots":
+            return expert_mm(flat, self.w1, ids[:, 0]).view(*x.shape[:2], -1).repeat(1, 1, 2)[..., :WIDTH] + x
+        made = expert_mm(flat.unsqueeze(1).expand(*ids.shape, -1), self.w1, ids)
+        made = made if self.b1 is None else made + F.embedding(ids, self.b1)
+        gate, up = made.chunk(2, -1)
+        if self.kind == "biased":  # ones of zeros: another rank's rows are not zeros any more
+            made = torch.sigmoid(gate) * (up + 1)
+        else:
+            made = F.silu(gate) * up
+        made = expert_mm(made, self.w2, ids)
+        made = made if self.b2 is None else made + F.embedding(ids, self.b2)
+        if self.kind == "ones behind":  # rows that are not zeros must not be added up
+            made = torch.cos(made)
+        if self.kind == "biased":
+            return (made * weights.unsqueeze(-1)).sum(1).view_as(x)
+        return weighted_sum(made, weights).view_as(x)
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str = "usual", slots: int = SLOTS) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(31, WIDTH), nn.Linear(WIDTH, 31)
+        self.layers = nn.ModuleList([nn.ModuleDict({"qkv": nn.Linear(WIDTH, 48), "experts": Experts(kind, slots)})])
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            q, k, v = (y.unflatten(-1, (4, 4)).transpose(1, 2) for y in layer["qkv"](x).chunk(3, -1))
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            x = x + layer["experts"](x)
+        return self.head(x)
+
+
+@functools.cache
+def moe(kind: str = "usual", slots: int = SLOTS) -> Captured:
+    return take(Model(kind, slots), losses.causal_lm, tokens(31, 9, 14))
+
+
+@functools.cache
+def program(strategy: str) -> ExecGraph:
+    found = lower(pack_documents(moe().graph), strategy)
+    assert isinstance(found, ExecGraph)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "slots", "strategy"),
+    [
+        ("usual", 2, "dp2.ep2+zero3"),
+        ("usual", 2, "ep2.tp2+sp"),
+        ("usual", 2, "ep2.pp2+cut(layers.0.experts)"),
+        ("usual", 2, "cp2.ep2+remat"),
+        ("usual", 2, "tp4+sp[*.experts: ep2.tp2]"),
+        ("all to one", 1, "ep4"),
+        ("biased", 4, "ep2+zero2"),
+        ("ones behind", 2, "ep2"),
+    ],
+)
+def test_gradients_are_those_of_one_device(kind: str, slots: int, strategy: str) -> None:
+    result = moe(kind, slots).check(strategy)
+    assert result.ok, result
+    assert result.collectives["all_to_all"] >= 6
+
+
+def test_each_token_travels_once_to_a_rank() -> None:
+    """There and back in both directions, with a number for each slot: its ids, its weights, and their gradients."""
+    sent = [c for c in program("ep4").communications() if any(isinstance(size, RunCount) for size in c.sent.shape)]
+    widths = {side: [int(torch.Size(c.sent.shape[1:]).numel()) for c in sent if c.backward == side] for side in (0, 1)}
+    assert sorted(widths[False]) == sorted([SLOTS, SLOTS, WIDTH, WIDTH])
+    assert sorted(widths[True]) == sorted([SLOTS, WIDTH, WIDTH])
+    assert {c.axis for c in sent} == {"ep"}
+
+
+def test_products_in_between_run_where_the_experts_are() -> None:
+    """No rows of the width between two products travel, and no wider ones than copies have."""
+    graph = program("ep4").body.graph
+    products = [n for n in graph.nodes if n.target is own.grouped_mm.default]
+    assert len(products) == 4
+    assert {str(n.meta["local"].shape[0]) for n in products} == {"2*count1"}
+    counted = [n for n in graph.nodes if n.target is copies.copies]
+    assert len(counted) == 1  # for forward and backward
+
+
+def test_routes_are_told_once_under_recomputation() -> None:
+    def told(strategy: str) -> int:
+        sent = (c.sent for c in program(strategy).communications() if c.kind == "all_to_all")
+        return sum(not meta.dtype.is_floating_point for meta in sent)
+
+    assert told("ep4") == told("ep4+remat") == 2  # counts, and ids
+
+
+def test_sizes_in_the_mean_and_at_most() -> None:
+    (size,) = {s for c in program("ep2").communications() for s in c.sent.shape if str(s) == "count0"}
+    T = program("ep2").dims[0].symbol
+    assert int(size.subs({T: 32})) == 26  # of 16 tokens, each to 5/3 ranks
+    assert size.bound.subs({T: 32}) == 32
+
+
+def test_graph_files(tmp_path: Path) -> None:
+    save_graph(tmp_path / "program.fxgraph", program("ep4"))
+    found = load_graph(tmp_path / "program.fxgraph")
+    assert found.fingerprint() == program("ep4").fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("captured", "strategy", "error", "says"),
+    [
+        (moe, "ep3", ExpertsDivideError, "4 experts of 'layers.0.experts' do not divide over 3 ranks. Write ep2"),
+        (moe, "rows2[embedding: ep2]", NoExpertsError, "rule 'embedding: ep2'.*its modules have none"),
+        (llama, "dp2.ep2", NoExpertsError, "model 'Llama' has none.*Write rows"),
+        (functools.partial(moe, "no slots"), "ep2", ExpertIdsError, "are \\[tokens, slots\\]"),
+    ],
+)
+def test_what_cannot_be(captured, strategy: str, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        lower(pack_documents(captured().graph), strategy)
+
+
+def test_a_ladder_without_the_pass() -> None:
+    """Each rank would compute with experts that it does not have."""
+    ladder = [step for step in default_passes() if step.name != "exchange_tokens"]
+    with pytest.raises(VerifyError, match="'sort_rows' needs tokens at their experts"):
+        lower(pack_documents(moe().graph), "ep2", passes=ladder)
