@@ -1,0 +1,109 @@
+"""Local search over an order of pieces: layers moved between pieces, widths, cuts and places in the order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from random import Random
+
+from fxpar.waves.order import Piece, Problem
+
+_WARM, _COLD = 0.0015, 0.0002
+
+
+def improved(problem: Problem, pieces: Sequence[Piece], steps: int, seed: int = 0) -> list[Piece]:
+    """The shortest order found in `steps` steps of simulated annealing (Kirkpatrick et al. 1983), never longer than the
+    given one. Equal arguments give equal orders.
+    """
+    random = Random(seed)
+    here = best = list(pieces)
+    time = least = _ms(problem, here)
+    for step in range(steps):
+        heat = _WARM * (_COLD / _WARM) ** (step / steps) * least[0]
+        move = random.choices(_MOVES, _WEIGHTS)[0]
+        at = random.randrange(len(here))
+        there = move(problem, list(here), at, random)
+        if there is None:
+            continue
+        found = _ms(problem, there)
+        worse = _score(found) - _score(time)
+        if worse <= 0 or random.random() < math.exp(-worse / heat):
+            here, time = there, found
+            if found < least:
+                best, least = there, found
+    return best
+
+
+def _ms(problem: Problem, pieces: Sequence[Piece]) -> tuple[float, float]:
+    """The end of the last piece, and the mean end of all MetaOps' last ones."""
+    ends = problem.times(pieces)[1]
+    return max(ends), sum(ends) / len(ends)
+
+def _score(x):
+    return x[0] + 0.0 * x[1]
+
+
+def _shift(problem: Problem, pieces: list[Piece], at: int, random: Random) -> list[Piece] | None:
+    """Layers of a piece go to another one of its MetaOp."""
+    mine = pieces[at]
+    others = [i for i, one in enumerate(pieces) if one.metaop == mine.metaop and i != at]
+    if not others:
+        return None
+    to = random.choice(others)
+    count = random.randint(1, max(1, min(3, mine.layers))) if random.random() < 0.8 else mine.layers
+    count = min(count, mine.layers)
+    pieces[to] = pieces[to]._replace(layers=pieces[to].layers + count)
+    pieces[at] = mine._replace(layers=mine.layers - count)
+    if pieces[at].layers == 0:
+        del pieces[at]
+    return pieces
+
+
+def _widen(problem: Problem, pieces: list[Piece], at: int, random: Random) -> list[Piece] | None:
+    """A piece gets the next width, up or down."""
+    mine = pieces[at]
+    widths = problem.curves[mine.metaop].widths
+    place = widths.index(mine.width) + random.choice((-1, 1))
+    if not 0 <= place < len(widths):
+        return None
+    pieces[at] = mine._replace(width=widths[place])
+    return pieces
+
+
+def _cut(problem: Problem, pieces: list[Piece], at: int, random: Random) -> list[Piece] | None:
+    """A piece becomes two; the second one may begin later, on another number of devices."""
+    mine = pieces[at]
+    if mine.layers < 2:
+        return None
+    first = random.randrange(1, mine.layers)
+    pieces[at] = mine._replace(layers=first)
+    widths = problem.curves[mine.metaop].widths
+    place = widths.index(mine.width) + random.choice((-1, 1))
+    width = widths[min(max(place, 0), len(widths) - 1)]
+    low, high = _room(problem, pieces, at)
+    where = random.randint(at + 1, max(high, at + 1))
+    pieces.insert(where, Piece(mine.metaop, width, mine.layers - first))
+    return pieces
+
+
+def _move(problem: Problem, pieces: list[Piece], at: int, random: Random) -> list[Piece] | None:
+    """A piece stands elsewhere in the order, between what it needs and what needs it."""
+    low, high = _room(problem, pieces, at)
+    if low >= high:
+        return None
+    piece = pieces.pop(at)
+    pieces.insert(random.randint(low, high), piece)
+    return pieces
+
+
+def _room(problem: Problem, pieces: Sequence[Piece], at: int) -> tuple[int, int]:
+    """The first and last place that the piece may have, once it is taken out."""
+    metaop = pieces[at].metaop
+    first, last = {metaop, *problem.before[metaop]}, {metaop, *problem.after[metaop]}
+    low = max((i + 1 for i in range(at) if pieces[i].metaop in first), default=0)
+    high = min((i - 1 for i in range(at + 1, len(pieces)) if pieces[i].metaop in last), default=len(pieces) - 1)
+    return low, high
+
+
+_MOVES = (_shift, _widen, _cut, _move)
+_WEIGHTS = (4, 3, 1, 2)
