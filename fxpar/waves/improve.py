@@ -8,39 +8,56 @@ from random import Random
 
 from fxpar.waves.order import Piece, Problem
 
+_MOST_STEPS = 5000
 _WARM, _COLD = 0.0015, 0.0002
 
 
-def improved(problem: Problem, pieces: Sequence[Piece], steps: int, seed: int = 0) -> list[Piece]:
-    """The shortest order found in `steps` steps of simulated annealing (Kirkpatrick et al. 1983), never longer than the
-    given one. Equal arguments give equal orders.
+def improved(
+    problem: Problem, pieces: Sequence[Piece], effort: int, enough_ms: float, seed: int = 0
+) -> list[Piece]:
+    """The shortest order found by simulated annealing (Kirkpatrick et al. 1983) that times `effort` pieces at most, never
+    longer than the given one. It ends at one that takes `enough_ms`. Equal arguments give equal orders.
     """
     random = Random(seed)
-    here = best = list(pieces)
-    time = least = _ms(problem, here)
-    for step in range(steps):
-        heat = _WARM * (_COLD / _WARM) ** (step / steps) * least[0]
-        move = random.choices(_MOVES, _WEIGHTS)[0]
-        at = random.randrange(len(here))
-        there = move(problem, list(here), at, random)
+    here = best = _tidied(problem, pieces)
+    time = least = max(problem.times(here)[1])
+    steps = min(effort // len(here), _MOST_STEPS)
+    cooling = (_COLD / _WARM) ** (1 / max(steps, 1))
+    heat = _WARM * least
+    for _ in range(steps):
+        if least <= enough_ms:
+            break
+        heat *= cooling
+        (move,) = random.choices(_MOVES, _WEIGHTS)
+        there = move(problem, list(here), random.randrange(len(here)), random)
         if there is None:
             continue
-        found = _ms(problem, there)
-        worse = _score(found) - _score(time)
-        if worse <= 0 or random.random() < math.exp(-worse / heat):
+        limit = time - heat * math.log(1 - random.random())  # what may be taken at this heat, drawn first
+        found = max(problem.times(there, limit)[1])
+        if found <= limit:
             here, time = there, found
             if found < least:
                 best, least = there, found
     return best
 
 
-def _ms(problem: Problem, pieces: Sequence[Piece]) -> tuple[float, float]:
-    """The end of the last piece, and the mean end of all MetaOps' last ones."""
-    ends = problem.times(pieces)[1]
-    return max(ends), sum(ends) / len(ends)
-
-def _score(x):
-    return x[0] + 0.0 * x[1]
+def _tidied(problem: Problem, pieces: Sequence[Piece]) -> list[Piece]:
+    """Neighbours of a MetaOp as one piece, of the width of either, wherever the order is no longer for it."""
+    here, at = list(pieces), 0
+    time = max(problem.times(here)[1])
+    while at < len(here):
+        mine = here[at]
+        after = next((i for i in range(at + 1, len(here)) if here[i].metaop == mine.metaop), None)
+        for width in () if after is None else {mine.width, here[after].width}:
+            there = [one for i, one in enumerate(here) if i != after]
+            there[at] = Piece(mine.metaop, width, mine.layers + here[after].layers)
+            found = max(problem.times(there, time)[1])
+            if found <= time:
+                here, time = there, found
+                break
+        else:
+            at += 1
+    return here
 
 
 def _shift(problem: Problem, pieces: list[Piece], at: int, random: Random) -> list[Piece] | None:

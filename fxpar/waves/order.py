@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -26,6 +27,7 @@ class Problem:
     def __init__(self, graph: TaskGraph, devices: Devices) -> None:
         self.graph, self.devices = graph, devices
         self.curves = [Curve.of(one, devices.count) for one in graph.metaops]
+        self.layer_ms = [curve.ms for curve in self.curves]
         self.layers = [one.layers for one in graph.metaops]
         self.before, self.after = graph.before, graph.after
         self.sent_ms = [
@@ -40,32 +42,39 @@ class Problem:
         between = max(width, to_width) > self.devices.per_node
         return self.sent_ms[metaop][between] / min(width, to_width)
 
-    def times(self, pieces: Sequence[Piece]) -> tuple[list[float], list[float]]:
+    def times(self, pieces: Sequence[Piece], limit: float = math.inf) -> tuple[list[float], list[float]]:
         """(starts, ends) in ms. A piece begins when the piece before it in the order has begun, what it reads from is
-        done, and enough devices are free; it receives first, then runs.
+        done, and enough devices are free; it receives first, then runs. Where a piece ends after `limit`, it is the
+        last one.
         """
-        done = [0.0] * len(self.layers)
-        last = [0] * len(self.layers)  # width of the piece before
+        layer_ms, before, handed_ms = self.layer_ms, self.before, self.handed_ms
+        done = [0.0] * len(before)
+        last = [0] * len(before)  # width of the piece before
         running: list[tuple[float, int]] = []
         free, now = self.devices.count, 0.0
         starts, ends = [], []
         for metaop, width, layers in pieces:
-            took = layers * self.curves[metaop].ms[width]
+            took = layers * layer_ms[metaop][width]
             if last[metaop]:
-                now = max(now, done[metaop])
+                if done[metaop] > now:
+                    now = done[metaop]
                 if last[metaop] != width:
-                    took += self.handed_ms(metaop, last[metaop], width)
+                    took += handed_ms(metaop, last[metaop], width)
             else:
-                for one in self.before[metaop]:
-                    now = max(now, done[one])
-                    took += self.handed_ms(one, last[one], width)
+                for one in before[metaop]:
+                    if done[one] > now:
+                        now = done[one]
+                    took += handed_ms(one, last[one], width)
             while running and (free < width or running[0][0] <= now):
                 end, freed = heappop(running)
                 free += freed
-                now = max(now, end)
-            starts.append(now)
+                if end > now:
+                    now = end
             done[metaop] = end = now + took
+            starts.append(now)
             ends.append(end)
+            if end > limit:
+                break
             last[metaop] = width
             free -= width
             heappush(running, (end, width))

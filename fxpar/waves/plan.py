@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from fxpar.errors import FitsNoDevicesError
-from fxpar.waves.bound import relaxed
+from fxpar.waves.bound import Relaxed, relaxed
 from fxpar.waves.improve import improved
 from fxpar.waves.level_free import level_free
 from fxpar.waves.order import Piece, Problem
@@ -16,7 +17,9 @@ from fxpar.waves.spindle import EXTENSIONS, SORTS, waves
 from fxpar.waves.step import Step, step_of
 from fxpar.waves.work import Devices, TaskGraph
 
-STEPS = 2000  # of local search from each start
+EFFORT = 60_000  # pieces that each local search times
+_SEEDS = 2  # of local searches from each start
+_WAVES = "waves"
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,11 @@ class WavePlan:
         return tuple(tuple(i for i, one in enumerate(wave) if one == number) for number in range(max(wave) + 1))
 
 
-def plan_waves(graph: TaskGraph, devices: Devices, *, steps: int = STEPS) -> WavePlan:
+def plan_waves(graph: TaskGraph, devices: Devices, *, effort: int = EFFORT) -> WavePlan:
     """Plan one training step of all tasks of `graph`, which is Spindle's problem (arXiv 2409.03365, section 3).
 
     Starts are Spindle's waves under each of its rules and an order without levels; the best of both kinds are improved
-    by local search of so many `steps`, placed and timed, and the shortest step is kept. Spindle's own are among them,
+    by local search of so much `effort`, placed and timed, and the shortest step is kept. Spindle's own are among them,
     so a plan is never longer. Equal arguments give equal plans.
 
     Raises FitsNoDevicesError.
@@ -77,24 +80,31 @@ def plan_waves(graph: TaskGraph, devices: Devices, *, steps: int = STEPS) -> Wav
     graph.check_fits(devices)
     problem = Problem(graph, devices)
     bound = relaxed(graph, problem.curves, devices.count)
-    spindle = min((list(one) for one in _spindle(problem)), key=lambda found: _ms(problem, found))
-    free = level_free(problem, bound.metaop_ms)
-    starts = {"waves": spindle, "level-free": free}
-    orders = starts | {f"{name}, improved": improved(problem, found, steps) for name, found in starts.items()}
-    steps_of: dict[str, tuple[list[Placed], Step]] = {}
-    for name, order in orders.items():
+    found: dict[str, tuple[list[Placed], Step]] = {}
+    for name, order in _orders(problem, bound, effort):
         placed = Placer(problem, order).place()
         if placed is not None:
-            step = step_of(problem, placed)
-            if max(step.peak_bytes) <= devices.memory_bytes:
-                steps_of[name] = placed, step
-    if not steps_of:
+            found[name] = placed, step_of(problem, placed)
+    if not found:
         raise _no_room(problem)
-    best = min(steps_of, key=lambda name: steps_of[name][1].ms)
-    placed, step = steps_of[best]
+    best = min(found, key=lambda name: found[name][1].ms)
+    placed, step = found[best]
     sequential = sum(curve.least_ms * count for curve, count in zip(problem.curves, problem.layers, strict=True))
-    spindle_ms = steps_of["waves"][1].ms if "waves" in steps_of else float("inf")
+    spindle_ms = found[_WAVES][1].ms if _WAVES in found else math.inf
     return WavePlan(graph, devices, tuple(placed), step, bound.bound_ms, spindle_ms, sequential, best)
+
+
+def _orders(problem: Problem, bound: Relaxed, effort: int) -> Iterator[tuple[str, list[Piece]]]:
+    """(name, pieces in order) of all that is placed and timed."""
+    spindle = min(_spindle(problem), key=lambda found: _ms(problem, found))
+    free = level_free(problem, bound.metaop_ms)
+    yield _WAVES, spindle
+    enough = bound.bound_ms * (1 + 1e-9)
+    for name, start in ((_WAVES, spindle), ("level-free", free)):
+        for seed in range(_SEEDS):
+            yield f"{name}, improved {seed + 1}", improved(problem, start, effort, enough, seed)
+    yield "level-free", free
+    yield "whole", _whole(problem, bound)
 
 
 def _spindle(problem: Problem) -> Iterator[list[Piece]]:
@@ -104,18 +114,30 @@ def _spindle(problem: Problem) -> Iterator[list[Piece]]:
             yield [piece for wave in waves(problem, sort, extension) for piece in wave]
 
 
+def _whole(problem: Problem, bound: Relaxed) -> list[Piece]:
+    """Each MetaOp in one piece, on as many devices as it has in the relaxed solution, rounded down: few devices hold its
+    layers, so it may fit where nothing else does.
+    """
+    found = []
+    for m in problem.graph.order:
+        curve = problem.curves[m]
+        low, _, _ = curve.neighbours(bound.metaop_ms[m] / problem.layers[m] * (1 + 1e-9))
+        found.append(Piece(m, max(low, curve.widths[0]), problem.layers[m]))
+    return found
+
+
 def _ms(problem: Problem, pieces: Sequence[Piece]) -> float:
     return max(problem.times(pieces)[1])
 
 
 def _no_room(problem: Problem) -> FitsNoDevicesError:
-    """All MetaOps fit, but not together."""
+    """Each MetaOp fits, but no order was found in which they fit together."""
     devices = problem.devices
     states = {one.parameters: one.layers * one.state_bytes for one in problem.graph.metaops}
     total = sum(states.values()) + sum(one.layers * one.saved_bytes for one in problem.graph.metaops)
     largest = max(problem.graph.metaops, key=lambda one: one.layers * (one.state_bytes + one.saved_bytes))
     why = (
-        f"beside the others: all together take {total / 2**30:.1f} GiB or more, and {devices.count} devices have "
-        f"{devices.count * devices.memory_bytes / 2**30:.1f}"
+        f"no order was found that has room for it beside the others. All together take {total / 2**30:.2f} GiB or more, "
+        f"and {devices.count} devices have {devices.count * devices.memory_bytes / 2**30:.2f}"
     )
     return FitsNoDevicesError(largest.name, why, "Plan for more devices or more memory, or for smaller batches")

@@ -97,8 +97,8 @@ _OFASYS_TASKS = (
     (("audio",), 128),
 )
 # A vision transformer and an audio encoder before a language model of 7B.
-_QWEN = {"vision": Encoder(48, 1664, 256), "audio": Encoder(32, 1280, 750), "lm": Encoder(32, 4096, 768)}
-_QWEN_TASKS = ((("vision",), 96), (("audio",), 24), (("vision", "audio"), 48))
+_QWEN = {"vision": Encoder(48, 1664, 257), "audio": Encoder(32, 1280, 512), "lm": Encoder(32, 4096, 1024)}
+_QWEN_TASKS = ((("vision",), 48), (("audio",), 16), (("vision", "audio"), 64))
 
 
 def _chained(
