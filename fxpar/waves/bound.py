@@ -38,7 +38,7 @@ class Curve:
         hull: list[tuple[int, float]] = [(0, 0.0)]
         for width, time in ms.items():
             point = (width, 1 / time)
-            while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], point):
+            while len(hull) > 1 and _slope(hull[-2], hull[-1]) < _slope(hull[-1], point) * (1 - 1e-9):
                 hull.pop()
             hull.append(point)
         return cls(tuple(ms), ms, tuple(w for w, _ in hull), tuple(s for _, s in hull))

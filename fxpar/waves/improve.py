@@ -19,7 +19,7 @@ def improved(
     longer than the given one. It ends at one that takes `enough_ms`. Equal arguments give equal orders.
     """
     random = Random(seed)
-    here = best = _tidied(problem, pieces)
+    here = best = tidied(problem, pieces)
     time = least = max(problem.times(here)[1])
     steps = min(effort // len(here), _MOST_STEPS)
     cooling = (_COLD / _WARM) ** (1 / max(steps, 1))
@@ -28,7 +28,7 @@ def improved(
         if least <= enough_ms:
             break
         heat *= cooling
-        (move,) = random.choices(_MOVES, _WEIGHTS)
+        (move,) = random.choices(MOVES, _WEIGHTS)
         there = move(problem, list(here), random.randrange(len(here)), random)
         if there is None:
             continue
@@ -41,7 +41,7 @@ def improved(
     return best
 
 
-def _tidied(problem: Problem, pieces: Sequence[Piece]) -> list[Piece]:
+def tidied(problem: Problem, pieces: Sequence[Piece]) -> list[Piece]:
     """Neighbours of a MetaOp as one piece, of the width of either, wherever the order is no longer for it."""
     here, at = list(pieces), 0
     time = max(problem.times(here)[1])
@@ -122,5 +122,5 @@ def _room(problem: Problem, pieces: Sequence[Piece], at: int) -> tuple[int, int]
     return low, high
 
 
-_MOVES = (_shift, _widen, _cut, _move)
+MOVES = (_shift, _widen, _cut, _move)
 _WEIGHTS = (4, 3, 1, 2)

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from fxpar.errors import FitsNoDevicesError
 from fxpar.waves.bound import Relaxed, relaxed
-from fxpar.waves.improve import improved
+from fxpar.waves.improve import improved, tidied
 from fxpar.waves.level_free import level_free
 from fxpar.waves.order import Piece, Problem
 from fxpar.waves.place import Placed, Placer
@@ -97,13 +97,13 @@ def plan_waves(graph: TaskGraph, devices: Devices, *, effort: int = EFFORT) -> W
 def _orders(problem: Problem, bound: Relaxed, effort: int) -> Iterator[tuple[str, list[Piece]]]:
     """(name, pieces in order) of all that is placed and timed."""
     spindle = min(_spindle(problem), key=lambda found: _ms(problem, found))
-    free = level_free(problem, bound.metaop_ms)
+    free = tidied(problem, level_free(problem, bound.metaop_ms))
+    yield "level-free", free
     yield _WAVES, spindle
     enough = bound.bound_ms * (1 + 1e-9)
     for name, start in ((_WAVES, spindle), ("level-free", free)):
         for seed in range(_SEEDS):
             yield f"{name}, improved {seed + 1}", improved(problem, start, effort, enough, seed)
-    yield "level-free", free
     yield "whole", _whole(problem, bound)
 
 

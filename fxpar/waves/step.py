@@ -56,7 +56,7 @@ def step_of(problem: Problem, placed: Sequence[Placed]) -> Step:
 
     *Mirrored*: all forwards in the order of the plan, then all backwards in reverse. *Early*: whatever can start first
     does, so a task whose forward is done begins its backward beside the forward of others, and what it has saved is
-    free earlier; of several that can start at the same time, the one with the longest way to the end.
+    free earlier; of several that can start at the same time, a backward, then the one with the longest way to the end.
     """
     jobs = _jobs(problem, placed)
     found = [_step(problem, placed, jobs, order) for order in (range(len(jobs)), _early(problem, jobs))]
@@ -127,7 +127,7 @@ def _early(problem: Problem, jobs: Sequence[_Job]) -> list[int]:
     order = []
     while ready:
         starts = {at: max(since, *(free[one] for one in jobs[at].devices)) for at, since in ready.items()}
-        chosen = min(starts, key=lambda at: (starts[at], -tails[at], at))
+        chosen = min(starts, key=lambda at: (starts[at], at < len(jobs) // 2, -tails[at], at))
         del ready[chosen]
         order.append(chosen)
         ends[chosen] = starts[chosen] + jobs[chosen].receive_ms + jobs[chosen].compute_ms

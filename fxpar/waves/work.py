@@ -121,7 +121,7 @@ class TaskGraph:
         try:
             TopologicalSorter({name: [a for a, b in self.edges if b == name] for name in names}).prepare()
         except CycleError as error:
-            way = " -> ".join(reversed(error.args[1]))
+            way = " -> ".join(error.args[1])
             raise TaskGraphError("edges", f"{way} is a cycle, so none of them can begin", "Remove an edge") from None
         owners: dict[str, MetaOp] = {}
         for one in self.metaops:
