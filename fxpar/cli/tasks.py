@@ -90,8 +90,8 @@ def _show(plan: WavePlan, request: TasksRequest, spent: float) -> None:
         versus += f", Spindle's waves {waves} ({plan.spindle_ms / plan.ms:.2f} times)"
     console.print(versus, markup=False)
     peak = human_bytes(max(plan.step.peak_bytes))
-    share = f"at most {plan.transfer_share:.1%} of the step on a device"
-    console.print(f"between pieces is sent {share}; a device holds at most {peak}; planned in {spent:.2f} CPU s")
+    sent = f"devices receive from others for {plan.transfer_share:.1%} of the step"
+    console.print(f"{sent}, and hold at most {peak}; planned in {spent:.2f} CPU s", markup=False)
 
 
 def ranges(devices: tuple[int, ...]) -> str:

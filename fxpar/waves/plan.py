@@ -51,8 +51,8 @@ class WavePlan:
 
     @property
     def transfer_share(self) -> float:
-        """The largest part of the step that a device spends receiving from pieces before."""
-        return max(self.step.received_ms) / self.ms
+        """The part of the step that devices spend receiving from other pieces, on average."""
+        return sum(self.step.received_ms) / len(self.step.received_ms) / self.ms
 
     @cached_property
     def waves(self) -> tuple[tuple[int, ...], ...]:
