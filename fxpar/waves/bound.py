@@ -20,8 +20,8 @@ class Curve:
     """How fast a MetaOp runs on up to N devices: `widths` ascending, `ms` [W] of a layer, falling. A width on which it
     is not faster than on fewer devices is left out.
 
-    `corners` are the widths, 0 among them, on the upper concave hull of the speed 1 / ms, and `speeds` those there. Time
-    that is shared between two neighbours of them gives any speed between, and no shares of any widths give more.
+    `corners` are the widths, 0 among them, on the upper concave hull of the speed 1 / ms, and `speeds` those there.
+    Time that is shared between two neighbours of them gives any speed between, and no shares of any widths give more.
     """
 
     widths: tuple[int, ...]

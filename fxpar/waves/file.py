@@ -84,7 +84,7 @@ def _metaop(where: str, data: object) -> MetaOp:
     if not isinstance(times, dict):
         raise TaskGraphError(f"{where}, layer_ms", f"{brief(times)[:60]} is no table", 'Write {"1": 8.0, "2": 4.4}')
     for devices in times:
-        if not (devices.isascii() and devices.isdigit() and 0 < int(devices[:9]) and len(devices) < 9):
+        if not (devices.isascii() and devices.isdigit() and len(devices) < 9 and int(devices) > 0):
             why = f"{devices[:40]!r} is no number of devices"
             raise TaskGraphError(f"{where}, layer_ms", why, "Write whole numbers from 1 on")
     return MetaOp(**data | {"layer_ms": {int(devices): ms for devices, ms in times.items()}})

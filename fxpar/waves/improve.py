@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
 
 from fxpar.waves.order import Piece, Problem
@@ -12,11 +12,9 @@ _MOST_STEPS = 5000
 _WARM, _COLD = 0.0015, 0.0002
 
 
-def improved(
-    problem: Problem, pieces: Sequence[Piece], effort: int, enough_ms: float, seed: int = 0
-) -> list[Piece]:
-    """The shortest order found by simulated annealing (Kirkpatrick et al. 1983) that times `effort` pieces at most, never
-    longer than the given one. It ends at one that takes `enough_ms`. Equal arguments give equal orders.
+def improved(problem: Problem, pieces: Sequence[Piece], effort: int, enough_ms: float, seed: int = 0) -> list[Piece]:
+    """The shortest order found by simulated annealing (Kirkpatrick et al. 1983) that times `effort` pieces at most,
+    never longer than the given one. It ends at one of `enough_ms`. Equal arguments give equal orders.
     """
     random = Random(seed)
     here = best = tidied(problem, pieces)
@@ -46,11 +44,7 @@ def tidied(problem: Problem, pieces: Sequence[Piece]) -> list[Piece]:
     here, at = list(pieces), 0
     time = max(problem.times(here)[1])
     while at < len(here):
-        mine = here[at]
-        after = next((i for i in range(at + 1, len(here)) if here[i].metaop == mine.metaop), None)
-        for width in () if after is None else {mine.width, here[after].width}:
-            there = [one for i, one in enumerate(here) if i != after]
-            there[at] = Piece(mine.metaop, width, mine.layers + here[after].layers)
+        for there in _joined(here, at):
             found = max(problem.times(there, time)[1])
             if found <= time:
                 here, time = there, found
@@ -58,6 +52,17 @@ def tidied(problem: Problem, pieces: Sequence[Piece]) -> list[Piece]:
         else:
             at += 1
     return here
+
+
+def _joined(pieces: Sequence[Piece], at: int) -> Iterator[list[Piece]]:
+    """Orders in which the piece has the layers of the next one of its MetaOp too, if there is one."""
+    mine = pieces[at]
+    for i in range(at + 1, len(pieces)):
+        if pieces[i].metaop == mine.metaop:
+            for width in sorted({mine.width, pieces[i].width}):
+                both = Piece(mine.metaop, width, mine.layers + pieces[i].layers)
+                yield [*pieces[:at], both, *pieces[at + 1 : i], *pieces[i + 1 :]]
+            return
 
 
 def _shift(problem: Problem, pieces: list[Piece], at: int, random: Random) -> list[Piece] | None:
@@ -97,7 +102,7 @@ def _cut(problem: Problem, pieces: list[Piece], at: int, random: Random) -> list
     widths = problem.curves[mine.metaop].widths
     place = widths.index(mine.width) + random.choice((-1, 1))
     width = widths[min(max(place, 0), len(widths) - 1)]
-    low, high = _room(problem, pieces, at)
+    _, high = _room(problem, pieces, at)
     where = random.randint(at + 1, max(high, at + 1))
     pieces.insert(where, Piece(mine.metaop, width, mine.layers - first))
     return pieces

@@ -32,9 +32,7 @@ def level_free(problem: Problem, metaop_ms: Sequence[float]) -> list[Piece]:
     return found
 
 
-def _widths(
-    problem: Problem, ready: Sequence[int], left: Sequence[int], tails: Sequence[float]
-) -> dict[int, int]:
+def _widths(problem: Problem, ready: Sequence[int], left: Sequence[int], tails: Sequence[float]) -> dict[int, int]:
     """By MetaOp, the longest ways first: the corner below its share, then the next widths while devices are idle."""
     curves, devices = problem.curves, problem.devices.count
     level = _water_level(problem, ready, left, tails)

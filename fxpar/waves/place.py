@@ -17,8 +17,8 @@ _NEVER = 1e12
 
 @dataclass(frozen=True)
 class Placed:
-    """A piece with its layers, `first` to `last` (not included), and devices in the order of its rows: device p of w has
-    samples p/w to (p+1)/w of the batch. `sources` are the pieces (places in the order) that it receives from.
+    """A piece with its layers, `first` to `last` (not included), and devices in the order of its rows: device p of w
+    has samples p/w to (p+1)/w of the batch. `sources` are the pieces (places in the order) that it receives from.
     """
 
     metaop: int
@@ -68,8 +68,8 @@ class Placer:
         np.fill_diagonal(self.rates, 0)
 
     def place(self) -> list[Placed] | None:
-        """The pieces with devices; None if memory does not suffice, whichever choices are taken back (a few thousand are
-        tried). A choice is taken back only where a later piece has no devices with enough memory.
+        """The pieces with devices; None if memory does not suffice, whichever choices are taken back (a few thousand
+        are tried). A choice is taken back only where a later piece has no devices with enough memory.
         """
         ground = Ground(np.zeros(self.problem.devices.count), np.zeros(self.problem.devices.count))
         found: list[Placed] = []
@@ -114,15 +114,7 @@ class Placer:
         free = np.flatnonzero(ground.free_at <= start + 1e-9 * max(start, 1.0))
         cost, room = self._costs(ground, found)
         free = free[room[free]]
-        by_node = [free[self.nodes[free] == node] for node in range(self.problem.devices.nodes)]
-        whole = [one for one in by_node if len(one) >= piece.width]
-        if not whole:
-            fullest, gathered = sorted((one for one in by_node if len(one)), key=len, reverse=True), 0
-            for count, one in enumerate(fullest, 1):
-                gathered += len(one)
-                if gathered >= piece.width:
-                    whole = [np.sort(np.concatenate(fullest[:count]))]
-                    break
+        whole = self._whole_nodes(free, piece.width)
         ranked = []
         for where in whole:
             rows, columns = linear_sum_assignment(cost[:, where])
@@ -133,9 +125,19 @@ class Placer:
             roomy = free[np.argsort(ground.used[free], kind="stable")[: piece.width]]
             yield tuple(int(one) for one in roomy[linear_sum_assignment(cost[:, roomy])[1]])
 
+    def _whole_nodes(self, free: np.ndarray, width: int) -> list[np.ndarray]:
+        """Free devices of each node that has `width` of them; if none has, of the fewest nodes that have together."""
+        by_node = [free[self.nodes[free] == node] for node in range(self.problem.devices.nodes)]
+        whole = [one for one in by_node if len(one) >= width]
+        if whole or len(free) < width:
+            return whole
+        by_node.sort(key=lambda one: -len(one))
+        together = [np.concatenate(by_node[:count]) for count in range(1, len(by_node) + 1)]
+        return [np.sort(next(one for one in together if len(one) >= width))]
+
     def _costs(self, ground: Ground, found: Sequence[Placed]) -> tuple[np.ndarray, np.ndarray]:
-        """([W, D] ms of a position on a device, [D] whether it has room): what it receives, and the gradients of weights
-        that are there already elsewhere, which it would have to add.
+        """([W, D] ms of a position on a device, [D] whether it has room): what it receives, and the gradients of
+        weights that are there already elsewhere, which it would have to add.
         """
         piece, graph = self.pieces[len(found)], self.problem.graph
         metaop, devices = graph.metaops[piece.metaop], self.problem.devices

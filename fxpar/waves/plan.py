@@ -115,8 +115,8 @@ def _spindle(problem: Problem) -> Iterator[list[Piece]]:
 
 
 def _whole(problem: Problem, bound: Relaxed) -> list[Piece]:
-    """Each MetaOp in one piece, on as many devices as it has in the relaxed solution, rounded down: few devices hold its
-    layers, so it may fit where nothing else does.
+    """Each MetaOp in one piece, on as many devices as it has in the relaxed solution, rounded down: few devices hold
+    its layers, so it may fit where nothing else does.
     """
     found = []
     for m in problem.graph.order:
@@ -137,7 +137,7 @@ def _no_room(problem: Problem) -> FitsNoDevicesError:
     total = sum(states.values()) + sum(one.layers * one.saved_bytes for one in problem.graph.metaops)
     largest = max(problem.graph.metaops, key=lambda one: one.layers * (one.state_bytes + one.saved_bytes))
     why = (
-        f"no order was found that has room for it beside the others. All together take {total / 2**30:.2f} GiB or more, "
-        f"and {devices.count} devices have {devices.count * devices.memory_bytes / 2**30:.2f}"
+        f"no order was found that has room for it beside the others. All together take {total / 2**30:.2f} GiB or "
+        f"more, and {devices.count} devices have {devices.count * devices.memory_bytes / 2**30:.2f}"
     )
     return FitsNoDevicesError(largest.name, why, "Plan for more devices or more memory, or for smaller batches")

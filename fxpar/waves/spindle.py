@@ -1,4 +1,4 @@
-"""Spindle's waves (arXiv 2409.03365, section 3.4): level by level, two widths per MetaOp, cut where the shortest ends."""
+"""Spindle's waves (arXiv 2409.03365, section 3): level by level, two widths per MetaOp, cut where the shortest ends."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ EXTENSIONS: dict[str, Callable[[float, float], float]] = {  # of the remaining t
 
 
 def shares(problem: Problem, metaops: Sequence[int], optimum_ms: float) -> list[Share]:
-    """Two widths of each MetaOp between which its fraction of devices lies, with whole numbers of layers: so many on the
-    wider one as its share of the time allows, rounded, the rest on the other.
+    """Two widths of each MetaOp between which its fraction of devices lies, with whole numbers of layers: so many on
+    the wider one as its share of the time allows, rounded, the rest on the other.
     """
     found = []
     for metaop in metaops:

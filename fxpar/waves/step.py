@@ -159,8 +159,8 @@ def _step(problem: Problem, placed: Sequence[Placed], jobs: Sequence[_Job], orde
 
 
 def _peaks(problem: Problem, placed: Sequence[Placed], runs: Sequence[Run]) -> tuple[float, ...]:
-    """Bytes of each device at its fullest: weights and their states all the time, what a forward saves from its start to
-    the end of its backward.
+    """Bytes of each device at its fullest: weights and their states all the time, what a forward saves from its start
+    to the end of its backward.
     """
     count = problem.devices.count
     states = np.zeros(count)

@@ -116,7 +116,9 @@ class TaskGraph:
             for end in edge:
                 if end not in names:
                     raise TaskGraphError(
-                        f"edge {edge[0]!r} -> {edge[1]!r}", f"there is no MetaOp {end!r}{nearest(end, names)}", "Correct it"
+                        f"edge {edge[0]!r} -> {edge[1]!r}",
+                        f"there is no MetaOp {end!r}{nearest(end, names)}",
+                        "Correct it",
                     )
         try:
             TopologicalSorter({name: [a for a, b in self.edges if b == name] for name in names}).prepare()
@@ -134,9 +136,7 @@ class TaskGraph:
     def before(self) -> tuple[tuple[int, ...], ...]:
         """Places of those that each MetaOp reads from."""
         place = {one.name: i for i, one in enumerate(self.metaops)}
-        return tuple(
-            tuple(sorted({place[a] for a, b in self.edges if b == one.name})) for one in self.metaops
-        )
+        return tuple(tuple(sorted({place[a] for a, b in self.edges if b == one.name})) for one in self.metaops)
 
     @cached_property
     def after(self) -> tuple[tuple[int, ...], ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -17,7 +18,13 @@ from fxpar.errors import FitsNoDevicesError, OutputError, TaskGraphError
 @pytest.fixture
 def file(tmp_path):
     metaops = [
-        {"name": "image", "layers": 6, "layer_ms": {"1": 4, "2": 2.2, "4": 1.3}, "output_bytes": 1e6, "state_bytes": 1e8},
+        {
+            "name": "image",
+            "layers": 6,
+            "layer_ms": {"1": 4, "2": 2.2, "4": 1.3},
+            "output_bytes": 1e6,
+            "state_bytes": 1e8,
+        },
         {"name": "text", "layers": 4, "layer_ms": {"1": 1.5, "2": 1}, "output_bytes": 1e6, "saved_bytes": 1e8},
         {"name": "lm", "layers": 8, "layer_ms": {"1": 3, "2": 1.6, "4": 0.9}},
     ]
@@ -65,9 +72,9 @@ def test_mistakes(words, error, message):
 
 
 def test_a_tower_that_fits_nowhere(file):
-    text = json.loads(open(file).read()) | {"memory_gib": 0.05}
-    open(file, "w").write(json.dumps(text))
-    with pytest.raises(FitsNoDevicesError, match="'image' fits on no devices: one layer takes 0.09 GiB"):
+    path = Path(file)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"memory_gib": 0.05}))
+    with pytest.raises(FitsNoDevicesError, match=r"'image' fits on no devices: one layer takes 0.09 GiB"):
         run_tasks(TasksRequest("plan", 4, file))
 
 

@@ -32,7 +32,7 @@ def check_plan(plan: WavePlan) -> None:
         assert all(0 <= device < devices.count for device in piece.devices)
     for one in graph.metaops:
         layers = [list(range(plan.pieces[at].first, plan.pieces[at].last)) for at in by_metaop[one.name]]
-        assert sum(layers, []) == list(range(one.layers)), one.name
+        assert list(itertools.chain(*layers)) == list(range(one.layers)), one.name
     after = {(a, b) for places in by_metaop.values() for a, b in itertools.pairwise(places)}
     after |= {(by_metaop[a][-1], by_metaop[b][0]) for a, b in graph.edges}
     for a, b in after:
@@ -76,9 +76,10 @@ def _check_devices(plan: WavePlan, runs: dict) -> None:
         for (_, end), (start, _) in itertools.pairwise(spans):
             assert end <= start + CLOSE
         states = {
-            (plan.graph.metaops[piece.metaop].weights or plan.graph.metaops[piece.metaop].name, layer): plan.graph.metaops[
-                piece.metaop
-            ].state_bytes
+            (
+                plan.graph.metaops[piece.metaop].weights or plan.graph.metaops[piece.metaop].name,
+                layer,
+            ): plan.graph.metaops[piece.metaop].state_bytes
             for _, piece in mine
             for layer in range(piece.first, piece.last)
         }
@@ -128,9 +129,7 @@ def _subsets(
 ) -> Iterator[tuple[tuple[int, int], ...]]:
     """All ways to begin layers of MetaOps that can run, none included."""
     names = [one.name for one in graph.metaops]
-    waits = {
-        names.index(b) for a, b in graph.edges if left[names.index(a)] or names.index(a) in busy
-    }
+    waits = {names.index(b) for a, b in graph.edges if left[names.index(a)] or names.index(a) in busy}
     able = [m for m, count in enumerate(left) if count and m not in busy and m not in waits]
     choices = [[(m, 0), *((m, n) for n in graph.metaops[m].layer_ms if n <= free)] for m in able]
     for chosen in itertools.product(*choices):

@@ -41,7 +41,10 @@ def test_fewer_devices_than_metaops():
     assert together_ms(curves, [3, 3, 3], 2) == pytest.approx(18)
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.floats(0.1, 9), st.floats(0, 2)), min_size=1, max_size=5), st.integers(1, 16))
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.floats(0.1, 9), st.floats(0, 2)), min_size=1, max_size=5),
+    st.integers(1, 16),
+)
 @settings(max_examples=examples(60), deadline=None)
 def test_bisection_equals_the_linear_program_without_edges(rows, devices):
     ripple = np.random.default_rng(len(rows)).uniform(0.7, 1.3, 17)

@@ -24,11 +24,7 @@ def test_rows_stay_where_they_are():
     graph = TaskGraph((metaop("a", 6, output_bytes=1e6),))
     wide, narrow, again = place(graph, Devices(4), Piece(0, 4, 2), Piece(0, 2, 2), Piece(0, 4, 2))
     for one, other in ((wide, narrow), (narrow, again)):
-        kept = [
-            (p, other.devices.index(device))
-            for p, device in enumerate(one.devices)
-            if device in other.devices
-        ]
+        kept = [(p, other.devices.index(device)) for p, device in enumerate(one.devices) if device in other.devices]
         assert len(kept) == 2
         assert all(overlap(len(one.devices), len(other.devices))[p, q] > 0 for p, q in kept)
     assert [(one.first, one.last) for one in (wide, narrow, again)] == [(0, 2), (2, 4), (4, 6)]
@@ -48,11 +44,13 @@ def test_a_reader_stands_where_its_source_does():
 
 
 def test_choices_are_taken_back_where_memory_binds():
-    """One after the other, of 2, 3, 5 and 6 bytes on two devices of 8. b goes best beside a, so c goes to the other one,
-    and d has nowhere to go: b has to leave a.
+    """One after the other, of 2, 3, 5 and 6 bytes on two devices of 8. b goes best beside a, so c goes to the other
+    one, and d has nowhere to go: b has to leave a.
     """
     sizes = (2.0, 3.0, 5.0, 6.0)
-    towers = [MetaOp(name, 1, {1: 1.0}, 1e9 if name == "a" else 0, size) for name, size in zip("abcd", sizes, strict=True)]
+    towers = [
+        MetaOp(name, 1, {1: 1.0}, 1e9 if name == "a" else 0, size) for name, size in zip("abcd", sizes, strict=True)
+    ]
     graph = TaskGraph(tuple(towers), (("a", "b"), ("b", "c"), ("c", "d")))
     pieces = [Piece(m, 1, 1) for m in range(4)]
     roomy = place(graph, Devices(2, 1, memory_bytes=100.0), *pieces)

@@ -20,7 +20,9 @@ def spans(step):
 
 
 def test_a_chain_goes_forward_and_back():
-    graph = TaskGraph((MetaOp("a", 2, {1: 3.0, 2: 1.5}, 1e8, 5.0, 8.0), MetaOp("b", 1, {2: 3.0}, 0, 7.0, 4.0)), (("a", "b"),))
+    graph = TaskGraph(
+        (MetaOp("a", 2, {1: 3.0, 2: 1.5}, 1e8, 5.0, 8.0), MetaOp("b", 1, {2: 3.0}, 0, 7.0, 4.0)), (("a", "b"),)
+    )
     placed = [Placed(0, 0, 2, (0,), ()), Placed(1, 0, 1, (0, 1), (0,))]
     step = step_of(Problem(graph, Devices(2, 2, **LINKS)), placed)
     found = spans(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -52,7 +53,7 @@ def test_a_cycle_is_named_along_its_edges():
     with pytest.raises(TaskGraphError) as found:
         TaskGraph(tuple(metaop(name, 1) for name in "abc"), edges)
     way = str(found.value).partition(": ")[2].partition(" is a")[0].split(" -> ")
-    assert set(zip(way, way[1:], strict=False)) == set(edges)
+    assert set(itertools.pairwise(way)) == set(edges)
 
 
 def test_shared_weights_are_equal():
