@@ -100,8 +100,8 @@ class Relaxed:
     metaop_ms: tuple[float, ...]
 
 
-def relaxed(graph: TaskGraph, curves: Sequence[Curve], devices: int) -> Relaxed:
-    """No plan of the graph takes less than `bound_ms`, transfers aside.
+def relaxed(graph: TaskGraph, curves: Sequence[Curve], devices: int, layers: Sequence[int] | None = None) -> Relaxed:
+    """No plan of the graph takes less than `bound_ms`, transfers aside; of so many `layers` of each MetaOp (None: all).
 
     Of any plan of C ms let x[m, n] be the layers of MetaOp m that run on n devices, in fractions. Then sum_n x[m, n] is
     its number of layers; it runs for d[m] = sum_n x[m, n] * ms[m, n]; and as no device does two things at a time,
@@ -128,7 +128,7 @@ def relaxed(graph: TaskGraph, curves: Sequence[Curve], devices: int) -> Relaxed:
     equal = coo_array((np.ones(first), (owner, np.arange(first))), shape=(count, total + 1)).tocsr()
     goal = np.zeros(total + 1)
     goal[total] = 1
-    layers = [one.layers for one in graph.metaops]
+    layers = [one.layers for one in graph.metaops] if layers is None else layers
     solved = linprog(goal, A_ub=upper, b_ub=np.zeros(area + 1), A_eq=equal, b_eq=layers, method="highs")
     if solved.status != 0:
         raise RuntimeError(f"HiGHS ended without an answer: {solved.message}")

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fxpar.waves.bound import relaxed
 from fxpar.waves.order import Piece, Problem
 
 _CLOSE = 1e-6  # of the time, to which shares are found
 
 
-def level_free(problem: Problem, metaop_ms: Sequence[float]) -> list[Piece]:
+def level_free(problem: Problem, metaop_ms: Sequence[float], anew: bool = False) -> list[Piece]:
     """Pieces in the order of their starts.
 
     `metaop_ms` are times of whole MetaOps in a relaxed solution; the tail of a MetaOp is the longest way behind it by
     these. Devices are shared out so that all who could run reach the end, tails included, at the same time as far as
-    they can (water-filling); then they run until the first of them ends.
+    they can (water-filling); then they run until the first of them ends. `anew`: then what is left is relaxed again.
     """
-    tails = [0.0] * len(metaop_ms)
-    for m in reversed(problem.graph.order):
-        tails[m] = max((tails[j] + metaop_ms[j] for j in problem.after[m]), default=0.0)
     left = list(problem.layers)
+    tails = _tails(problem, metaop_ms)
     found = []
     while any(left):
         ready = [m for m, count in enumerate(left) if count and not any(left[j] for j in problem.before[m])]
@@ -29,7 +28,18 @@ def level_free(problem: Problem, metaop_ms: Sequence[float]) -> list[Piece]:
             count = min(left[m], max(1, round(until / problem.curves[m].ms[width])))
             left[m] -= count
             found.append(Piece(m, width, count))
+        if anew:
+            rest = relaxed(problem.graph, problem.curves, problem.devices.count, left)
+            tails = _tails(problem, rest.metaop_ms)
     return found
+
+
+def _tails(problem: Problem, metaop_ms: Sequence[float]) -> list[float]:
+    """The longest way behind each MetaOp."""
+    tails = [0.0] * len(metaop_ms)
+    for m in reversed(problem.graph.order):
+        tails[m] = max((tails[j] + metaop_ms[j] for j in problem.after[m]), default=0.0)
+    return tails
 
 
 def _widths(problem: Problem, ready: Sequence[int], left: Sequence[int], tails: Sequence[float]) -> dict[int, int]:

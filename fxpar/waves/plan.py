@@ -18,7 +18,7 @@ from fxpar.waves.step import Step, step_of
 from fxpar.waves.work import Devices, TaskGraph
 
 EFFORT = 60_000  # pieces that each local search times
-_SEEDS = 2  # of local searches from each start
+_AGAIN = 3  # local searches from the best that was found
 _WAVES = "waves"
 
 
@@ -96,14 +96,17 @@ def plan_waves(graph: TaskGraph, devices: Devices, *, effort: int = EFFORT) -> W
 
 def _orders(problem: Problem, bound: Relaxed, effort: int) -> Iterator[tuple[str, list[Piece]]]:
     """(name, pieces in order) of all that is placed and timed."""
-    spindle = min(_spindle(problem), key=lambda found: _ms(problem, found))
-    free = tidied(problem, level_free(problem, bound.metaop_ms))
-    yield "level-free", free
-    yield _WAVES, spindle
+    starts = {_WAVES: min(_spindle(problem), key=lambda found: _ms(problem, found))}
+    starts["level-free"] = tidied(problem, level_free(problem, bound.metaop_ms))
+    if problem.graph.edges:  # without them there is nothing behind a MetaOp
+        starts["level-free, anew"] = tidied(problem, level_free(problem, bound.metaop_ms, anew=True))
+    yield from starts.items()
     enough = bound.bound_ms * (1 + 1e-9)
-    for name, start in ((_WAVES, spindle), ("level-free", free)):
-        for seed in range(_SEEDS):
-            yield f"{name}, improved {seed + 1}", improved(problem, start, effort, enough, seed)
+    better = {name: improved(problem, start, effort, enough) for name, start in starts.items()}
+    yield from ((f"{name}, improved", order) for name, order in better.items())
+    name = min(better, key=lambda one: _ms(problem, better[one]))
+    for seed in range(1, _AGAIN + 1):
+        yield f"{name}, improved again {seed}", improved(problem, better[name], effort, enough, seed)
     yield "whole", _whole(problem, bound)
 
 
