@@ -84,8 +84,6 @@ def together_ms(curves: Sequence[Curve], layers: Sequence[float], devices: float
 
     if needed(low) <= devices:
         return low
-    while needed(high) > devices:  # the fewest devices that one may have are more than those that are left
-        high *= 2
     while high - low > _CLOSE * high:
         middle = (low + high) / 2
         low, high = (low, middle) if needed(middle) <= devices else (middle, high)
