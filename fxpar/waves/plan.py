@@ -71,9 +71,10 @@ class WavePlan:
 def plan_waves(graph: TaskGraph, devices: Devices, *, effort: int = EFFORT) -> WavePlan:
     """Plan one training step of all tasks of `graph`, which is Spindle's problem (arXiv 2409.03365, section 3).
 
-    Starts are Spindle's waves under each of its rules and an order without levels; the best of both kinds are improved
-    by local search of so much `effort`, placed and timed, and the shortest step is kept. Spindle's own are among them,
-    so a plan is never longer. Equal arguments give equal plans.
+    Starts are Spindle's waves under each of its rules, of which the shortest is taken, and orders without levels. Each
+    is improved by local search of so much `effort`, and the best of them again; all are placed and timed, and the
+    shortest step is kept, of equal ones that of fewest pieces. Spindle's own are among them, so a plan is never longer.
+    Equal arguments give equal plans.
 
     Raises FitsNoDevicesError.
     """
@@ -87,7 +88,7 @@ def plan_waves(graph: TaskGraph, devices: Devices, *, effort: int = EFFORT) -> W
             found[name] = placed, step_of(problem, placed)
     if not found:
         raise _no_room(problem)
-    best = min(found, key=lambda name: found[name][1].ms)
+    best = min(found, key=lambda name: (round(found[name][1].ms, 6), len(found[name][0])))
     placed, step = found[best]
     sequential = sum(curve.least_ms * count for curve, count in zip(problem.curves, problem.layers, strict=True))
     spindle_ms = found[_WAVES][1].ms if _WAVES in found else math.inf

@@ -6,8 +6,9 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
-from fxpar.waves import Devices, MetaOp, TaskGraph, WavePlan
+from fxpar.waves import MetaOp, TaskGraph, WavePlan
 
 CLOSE = 1e-6
 
@@ -16,6 +17,10 @@ def metaop(name: str, layers: int, work: float = 8.0, fixed: float = 0.4, widest
     """A layer takes fixed + work / n ms on n = 1, 2, 4, ... devices."""
     widths = [2**power for power in range(widest.bit_length()) if 2**power <= widest]
     return MetaOp(name, layers, {n: fixed + work / n for n in widths}, **more)  # type: ignore[arg-type]
+
+
+def without_transfers(graph: TaskGraph) -> TaskGraph:
+    return TaskGraph(tuple(replace(one, output_bytes=0) for one in graph.metaops), graph.edges)
 
 
 def check_plan(plan: WavePlan) -> None:
@@ -47,6 +52,12 @@ def check_plan(plan: WavePlan) -> None:
             mine = [(b, a) for a, b in after if b == at] if not way else [(a, b) for a, b in after if a == at]
             assert run.begin_ms - run.start_ms >= max(_least_ms(plan, *pair, way) for pair in [*mine, (at, at)]) - CLOSE
     _check_devices(plan, runs)
+    wave_of = {at: number for number, members in enumerate(plan.waves) for at in members}
+    assert sorted(wave_of) == list(range(len(plan.pieces)))
+    assert all(wave_of[a] < wave_of[b] for a, b in after)
+    for members in plan.waves:
+        standing = [device for at in members for device in plan.pieces[at].devices]
+        assert len(set(standing)) == len(standing)
     assert plan.bound_ms <= plan.ms + CLOSE
 
 
@@ -135,6 +146,3 @@ def _subsets(
     for chosen in itertools.product(*choices):
         if sum(width for _, width in chosen) <= free:
             yield tuple(one for one in chosen if one[1])
-
-
-__all__ = ["Devices", "check_plan", "least_ms", "metaop"]

@@ -52,6 +52,15 @@ def test_it_finds_shorter_orders():
     assert found == improved(problem, here, 20_000, bound)
 
 
+def test_what_was_found_is_kept():
+    """A few steps while it is hot accept what is longer; the shortest is returned all the same."""
+    problem, here, bound = start("clip-4", 16)
+    good = improved(problem, here, 20_000, bound)
+    for seed in range(5):
+        again = improved(problem, good, 20 * len(good), bound, seed)
+        assert max(problem.times(again)[1]) <= max(problem.times(good)[1])
+
+
 def test_it_ends_where_nothing_is_left_to_find():
     problem, here, _ = start("clip-4", 16)
     tidy = improved(problem, here, 0, 0.0)
