@@ -43,6 +43,14 @@ def test_a_reader_stands_where_its_source_does():
     assert c.devices == a.devices
 
 
+def test_who_shares_weights_stands_where_they_are():
+    """Of the second task b comes first, and finds its weights on the other node."""
+    towers = [metaop(f"{task}.{kind}", 2, state_bytes=1e9, weights=kind) for task in "xy" for kind in "ab"]
+    pieces = [Piece(m, 2, 2) for m in (0, 1, 3, 2)]
+    xa, xb, yb, ya = place(TaskGraph(tuple(towers)), Devices(4, 2), *pieces)
+    assert (xa.devices, xb.devices) == (ya.devices, yb.devices)
+
+
 def test_choices_are_taken_back_where_memory_binds():
     """One after the other, of 2, 3, 5 and 6 bytes on two devices of 8. b goes best beside a, so c goes to the other
     one, and d has nowhere to go: b has to leave a.
