@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpar.waves import CASES, Devices
+from fxpar.waves import CASES, Devices, MetaOp, TaskGraph
 from fxpar.waves.bound import relaxed
 from fxpar.waves.improve import MOVES, improved
 from fxpar.waves.level_free import level_free
@@ -53,12 +53,11 @@ def test_it_finds_shorter_orders():
 
 
 def test_what_was_found_is_kept():
-    """A few steps while it is hot accept what is longer; the shortest is returned all the same."""
-    problem, here, bound = start("clip-4", 16)
-    good = improved(problem, here, 20_000, bound)
-    for seed in range(5):
-        again = improved(problem, good, 20 * len(good), bound, seed)
-        assert max(problem.times(again)[1]) <= max(problem.times(good)[1])
+    """On one device less it is longer by so little that steps go there; the shortest is returned all the same."""
+    problem = Problem(TaskGraph((MetaOp("a", 9, {1: 1.0, 2: 0.9999}),)), Devices(2))
+    for seed in range(20):
+        found = improved(problem, [Piece(0, 2, 9)], 3, 0.0, seed)
+        assert max(problem.times(found)[1]) == 9 * 0.9999
 
 
 def test_it_ends_where_nothing_is_left_to_find():
