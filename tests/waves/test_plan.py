@@ -105,6 +105,14 @@ def test_memory_decides_who_stands_where():
     assert plan_waves(TaskGraph(towers), Devices(4)).ms <= plan.ms
 
 
+def test_a_reader_on_other_devices_is_in_a_later_wave():
+    towers = (metaop("a", 2, widest=1, state_bytes=6.0), metaop("b", 2, widest=1, state_bytes=6.0))
+    plan = plan_waves(TaskGraph(towers, (("a", "b"),)), Devices(2, memory_bytes=12.5), effort=10)
+    check_plan(plan)
+    assert [piece.devices for piece in plan.pieces] == [(0,), (1,)]
+    assert plan.waves == ((0,), (1,))
+
+
 def test_those_that_share_weights_stand_together():
     """Two tasks on one encoder use the same devices, so nobody else holds its weights."""
     towers = [metaop(f"{task}.{kind}", 4, state_bytes=1e9, weights=kind, widest=2) for task in "xy" for kind in "ab"]
