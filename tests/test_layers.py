@@ -28,7 +28,7 @@ LAYER_TABLE: dict[int, str] = {
     1: "ir",
     2: "graph_diff",
     3: "torch_api rules ops losses data",
-    4: "tracer annotate cost flow batching monitor schedule stages remat chunks precision graph_files rounds",
+    4: "tracer annotate cost flow batching monitor schedule stages remat chunks precision graph_files rounds waves",
     5: "passes",
     6: "lowering compile",
     7: "store switch transport memory",

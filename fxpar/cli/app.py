@@ -13,7 +13,15 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from fxpar.cli import commands, plan_commands, rounds_commands, run_commands, simulate_commands, switch_commands
+from fxpar.cli import (
+    commands,
+    plan_commands,
+    rounds_commands,
+    run_commands,
+    simulate_commands,
+    switch_commands,
+    tasks_commands,
+)
 from fxpar.cli.console import reporting, working
 from fxpar.cli.options import Debug, GraphSource, Offered
 
@@ -58,6 +66,12 @@ COMMANDS: tuple[tuple[str, str, type, Sequence[str]], ...] = (
         "Plan batches as rounds of teams side by side.",
         rounds_commands.RoundsRequest,
         ("fxpar rounds --lengths github:196608 --devices 64 \\\n      --batch 256 --batches 0:4",),
+    ),
+    (
+        "tasks",
+        "Plan several tasks that train together, in waves.",
+        tasks_commands.TasksRequest,
+        ("fxpar tasks plan tasks.json --devices 8", "fxpar tasks plan --case clip-4 --devices 16"),
     ),
     (
         "export",

@@ -195,3 +195,17 @@ class UnknownRoundCostError(FxparError):
         names = list(known)
         hint = nearest(name, names) or f"; there are {', '.join(names)}."
         super().__init__(f"there is no cost {one_line(name, 60)!r}{hint} Or name a JSON file of constants")
+
+
+class TaskGraphError(FxparError):
+    """A value of a MetaOp, an edge or a description of devices that cannot be. `where` names it, and its file."""
+
+    def __init__(self, where: str, why: str, do: str) -> None:
+        super().__init__(f"{one_line(where, 200)}: {why}. {do}")
+
+
+class FitsNoDevicesError(FxparError):
+    """A MetaOp that no allowed number of devices can run."""
+
+    def __init__(self, metaop: str, why: str, do: str) -> None:
+        super().__init__(f"MetaOp {one_line(metaop, 80)!r} fits on no devices: {why}. {do}")

@@ -13,7 +13,7 @@ from fxpar.cli.app import app
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 # Commands whose options are on a page of their own; the others have a section of cli.md.
 PAGES = {"train": "train", "diff": "diff", "explain": "explain", "viz": "viz", "profile": "cluster"}
-PAGES |= {name: name for name in ("plan", "simulate", "rounds")}
+PAGES |= {name: name for name in ("plan", "simulate", "rounds", "tasks")}
 SHARED = "Options of several commands"
 
 

@@ -1,0 +1,105 @@
+"""`fxpar tasks plan`: waves over several tasks, from a file of costs. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from fxpar.cli.console import human_bytes, human_seconds, print_table, stdout_console, working
+from fxpar.cli.request import check_output, write_json
+from fxpar.cli.tasks_commands import TasksRequest
+from fxpar.waves import WavePlan, plan_waves
+from fxpar.waves.chart import chart
+from fxpar.waves.file import case_of, read_tasks
+
+
+def run_tasks(request: TasksRequest) -> None:
+    """Plan, and print or write it. Raises FxparError."""
+    check_output(request.json)
+    tasks = read_tasks(request.file) if request.case is None else case_of(request.case)
+    begun = time.process_time()
+    with working("planning"):
+        plan = plan_waves(tasks.graph, tasks.devices(request.devices, request.devices_per_node))
+    spent = time.process_time() - begun
+    if write_json(request.json, _document(plan, request, spent)):
+        _show(plan, request, spent)
+
+
+def _document(plan: WavePlan, request: TasksRequest, spent: float) -> dict[str, Any]:
+    runs = {(run.piece, run.backward): run for run in plan.step.runs}
+    waves = {piece: number for number, members in enumerate(plan.waves) for piece in members}
+    return {
+        "tasks": request.case or request.file,
+        "devices": plan.devices.count,
+        "devices_per_node": plan.devices.per_node,
+        "step_ms": plan.ms,
+        "lower_bound_ms": plan.bound_ms,
+        "gap": plan.gap,
+        "spindle_ms": plan.spindle_ms if math.isfinite(plan.spindle_ms) else None,
+        "sequential_ms": plan.sequential_ms,
+        "transfer_share": plan.transfer_share,
+        "peak_bytes": list(plan.step.peak_bytes),
+        "found_by": plan.found_by,
+        "plan_cpu_s": spent,
+        "pieces": [
+            {
+                "metaop": plan.graph.metaops[piece.metaop].name,
+                "layers": [piece.first, piece.last - 1],
+                "devices": list(piece.devices),
+                "wave": waves[at],
+                "receives_from": list(piece.sources),
+                **{
+                    way: {"start_ms": run.start_ms, "begin_ms": run.begin_ms, "end_ms": run.end_ms}
+                    for way, run in (("forward", runs[at, False]), ("backward", runs[at, True]))
+                },
+            }
+            for at, piece in enumerate(plan.pieces)
+        ],
+    }
+
+
+def _show(plan: WavePlan, request: TasksRequest, spent: float) -> None:
+    console, devices = stdout_console(), plan.devices
+    runs = {(run.piece, run.backward): run for run in plan.step.runs}
+    what = request.case or request.file
+    console.print(f"{what} on {devices.count} devices: {len(plan.graph.metaops)} MetaOps", markup=False)
+    rows = []
+    for number, members in enumerate(plan.waves):
+        for at in members:
+            piece = plan.pieces[at]
+            forward, backward = runs[at, False], runs[at, True]
+            rows.append(
+                (
+                    str(number),
+                    plan.graph.metaops[piece.metaop].name,
+                    f"{piece.first}-{piece.last - 1}",
+                    ranges(piece.devices),
+                    f"{forward.start_ms:.1f} - {forward.end_ms:.1f}",
+                    f"{backward.start_ms:.1f} - {backward.end_ms:.1f}",
+                )
+            )
+    titles = ("wave", "MetaOp", "layers", "devices", "forward ms", "backward ms")
+    print_table(console, titles, rows, right=(0, 2, 4, 5))
+    console.print(chart(plan), markup=False, soft_wrap=True)
+    step, bound, sequential = (human_seconds(ms / 1000) for ms in (plan.ms, plan.bound_ms, plan.sequential_ms))
+    console.print(f"step {step}, no plan takes less than {bound} (gap {plan.gap:.1%})", markup=False)
+    versus = f"one after the other {sequential} ({plan.sequential_ms / plan.ms:.2f} times)"
+    if math.isfinite(plan.spindle_ms):
+        waves = human_seconds(plan.spindle_ms / 1000)
+        versus += f", Spindle's waves {waves} ({plan.spindle_ms / plan.ms:.2f} times)"
+    console.print(versus, markup=False)
+    peak = human_bytes(max(plan.step.peak_bytes))
+    sent = f"devices receive from others for {plan.transfer_share:.1%} of the step"
+    console.print(f"{sent}, and hold at most {peak}; planned in {spent:.2f} CPU s", markup=False)
+
+
+def ranges(devices: tuple[int, ...]) -> str:
+    """`0-3,6`: devices in ascending order, neighbours as a range."""
+    found: list[list[int]] = []
+    for one in sorted(devices):
+        if found and found[-1][1] == one - 1:
+            found[-1][1] = one
+        else:
+            found.append([one, one])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in found)

@@ -1,0 +1,43 @@
+"""The words of `fxpar tasks`; as `fxpar.cli.commands` has those of others.
+
+Annotations are read as values, so they are not postponed here.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from fxpar.cli.options import Json
+from fxpar.ir.strategy_text import MOST_RANKS
+
+ACTIONS = ("plan",)
+
+
+@dataclass(frozen=True)
+class TasksRequest:
+    """Plan several tasks that train together: which layers of which encoder run when, and on which devices.
+
+    That is Spindle's problem. ACTION is plan. Nothing runs and there is no model: FILE says what a layer takes on how
+    many devices.
+    """
+
+    action: Annotated[str, typer.Argument(metavar="ACTION", help="plan.")]
+    devices: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Number of devices.")]
+    file: Annotated[str, typer.Argument(metavar="[FILE]", help="A JSON file of MetaOps.", show_default=False)] = ""
+    case: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Instead of FILE: clip-4, clip-7, clip-10, ofasys-7 or qwen-val of Spindle's evaluation.",
+            show_default=False,
+        ),
+    ] = None
+    devices_per_node: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Devices of a node.")] = 8
+    json: Json = None
+
+    def __post_init__(self) -> None:
+        if self.action not in ACTIONS:
+            raise typer.BadParameter(f"{self.action!r} is none of {', '.join(ACTIONS)}", param_hint="ACTION")
+        if bool(self.file) == (self.case is not None):
+            raise typer.BadParameter("name a file or a --case, one of the two", param_hint="FILE")

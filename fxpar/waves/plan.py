@@ -1,0 +1,147 @@
+"""`plan_waves`: which layers of which MetaOps run when, on which devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxpar.errors import FitsNoDevicesError
+from fxpar.waves.bound import Relaxed, relaxed
+from fxpar.waves.improve import improved, tidied
+from fxpar.waves.level_free import level_free
+from fxpar.waves.order import Piece, Problem
+from fxpar.waves.place import Placed, Placer
+from fxpar.waves.spindle import EXTENSIONS, SORTS, waves
+from fxpar.waves.step import Step, step_of
+from fxpar.waves.work import Devices, TaskGraph
+
+EFFORT = 60_000  # pieces that each local search times
+_AGAIN = 3  # local searches from the best that was found
+_WAVES = "waves"
+
+
+@dataclass(frozen=True)
+class WavePlan:
+    """Pieces of MetaOps on devices, in the order of their forwards, and the step that they make.
+
+    No plan of this graph takes less than `bound_ms` (transfers and memory aside); Spindle's waves, placed and timed
+    alike, take `spindle_ms` (inf if memory does not suffice for them), all MetaOps one after the other on all devices
+    `sequential_ms`. `found_by` names the start that led to the plan.
+    """
+
+    graph: TaskGraph
+    devices: Devices
+    pieces: tuple[Placed, ...]
+    step: Step
+    bound_ms: float
+    spindle_ms: float
+    sequential_ms: float
+    found_by: str
+
+    @property
+    def ms(self) -> float:
+        return self.step.ms
+
+    @property
+    def gap(self) -> float:
+        """By how much it takes longer than `bound_ms`: 0.01 is one percent."""
+        return self.ms / self.bound_ms - 1
+
+    @property
+    def transfer_share(self) -> float:
+        """The part of the step that devices spend receiving from other pieces, on average."""
+        return sum(self.step.received_ms) / len(self.step.received_ms) / self.ms
+
+    @cached_property
+    def waves(self) -> tuple[tuple[int, ...], ...]:
+        """Places of pieces by wave: one more than the latest wave of what it receives from and of what ran on its
+        devices before. Pieces of a wave are on disjoint devices and do not need each other.
+        """
+        on_device: dict[int, int] = {}
+        wave: list[int] = []
+        for piece in self.pieces:
+            before = [wave[one] for one in piece.sources] + [on_device.get(one, -1) for one in piece.devices]
+            wave.append(max(before) + 1)
+            on_device |= dict.fromkeys(piece.devices, wave[-1])
+        return tuple(tuple(i for i, one in enumerate(wave) if one == number) for number in range(max(wave) + 1))
+
+
+def plan_waves(graph: TaskGraph, devices: Devices, *, effort: int = EFFORT) -> WavePlan:
+    """Plan one training step of all tasks of `graph`, which is Spindle's problem (arXiv 2409.03365, section 3).
+
+    Starts are Spindle's waves under each of its rules, of which the shortest is taken, and orders without levels. Each
+    is improved by local search of so much `effort`, and the best of them again; all are placed and timed, and the
+    shortest step is kept, of equal ones that of fewest pieces. Spindle's own are among them, so a plan is never longer.
+    Equal arguments give equal plans.
+
+    Raises FitsNoDevicesError.
+    """
+    graph.check_fits(devices)
+    problem = Problem(graph, devices)
+    bound = relaxed(graph, problem.curves, devices.count)
+    found: dict[str, tuple[list[Placed], Step]] = {}
+    for name, order in _orders(problem, bound, effort):
+        placed = Placer(problem, order).place()
+        if placed is not None:
+            found[name] = placed, step_of(problem, placed)
+    if not found:
+        raise _no_room(problem)
+    best = min(found, key=lambda name: (round(found[name][1].ms, 6), len(found[name][0])))
+    placed, step = found[best]
+    sequential = sum(curve.least_ms * count for curve, count in zip(problem.curves, problem.layers, strict=True))
+    spindle_ms = found[_WAVES][1].ms if _WAVES in found else math.inf
+    return WavePlan(graph, devices, tuple(placed), step, bound.bound_ms, spindle_ms, sequential, best)
+
+
+def _orders(problem: Problem, bound: Relaxed, effort: int) -> Iterator[tuple[str, list[Piece]]]:
+    """(name, pieces in order) of all that is placed and timed."""
+    starts = {_WAVES: min(_spindle(problem), key=lambda found: _ms(problem, found))}
+    starts["level-free"] = tidied(problem, level_free(problem, bound.metaop_ms))
+    if problem.graph.edges:  # without them there is nothing behind a MetaOp
+        starts["level-free, anew"] = tidied(problem, level_free(problem, bound.metaop_ms, anew=True))
+    yield from starts.items()
+    enough = bound.bound_ms * (1 + 1e-9)
+    better = {name: improved(problem, start, effort, enough) for name, start in starts.items()}
+    yield from ((f"{name}, improved", order) for name, order in better.items())
+    name = min(better, key=lambda one: _ms(problem, better[one]))
+    for seed in range(1, _AGAIN + 1):
+        yield f"{name}, improved again {seed}", improved(problem, better[name], effort, enough, seed)
+    yield "whole", _whole(problem, bound)
+
+
+def _spindle(problem: Problem) -> Iterator[list[Piece]]:
+    """The pieces of Spindle's waves under each pair of rules."""
+    for sort in SORTS:
+        for extension in EXTENSIONS:
+            yield [piece for wave in waves(problem, sort, extension) for piece in wave]
+
+
+def _whole(problem: Problem, bound: Relaxed) -> list[Piece]:
+    """Each MetaOp in one piece, on as many devices as it has in the relaxed solution, rounded down: few devices hold
+    its layers, so it may fit where nothing else does.
+    """
+    found = []
+    for m in problem.graph.order:
+        curve = problem.curves[m]
+        low, _, _ = curve.neighbours(bound.metaop_ms[m] / problem.layers[m] * (1 + 1e-9))
+        found.append(Piece(m, max(low, curve.widths[0]), problem.layers[m]))
+    return found
+
+
+def _ms(problem: Problem, pieces: Sequence[Piece]) -> float:
+    return max(problem.times(pieces)[1])
+
+
+def _no_room(problem: Problem) -> FitsNoDevicesError:
+    """Each MetaOp fits, but no order was found in which they fit together."""
+    devices = problem.devices
+    states = {one.parameters: one.layers * one.state_bytes for one in problem.graph.metaops}
+    total = sum(states.values()) + sum(one.layers * one.saved_bytes for one in problem.graph.metaops)
+    largest = max(problem.graph.metaops, key=lambda one: one.layers * (one.state_bytes + one.saved_bytes))
+    why = (
+        f"no order was found that has room for it beside the others. All together take {total / 2**30:.2f} GiB or "
+        f"more, and {devices.count} devices have {devices.count * devices.memory_bytes / 2**30:.2f}"
+    )
+    return FitsNoDevicesError(largest.name, why, "Plan for more devices or more memory, or for smaller batches")

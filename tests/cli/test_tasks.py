@@ -1,0 +1,103 @@
+"""`fxpar tasks plan`: the table, the JSON, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from fxpar.cli.tasks import ranges, run_tasks
+from fxpar.cli.tasks_commands import TasksRequest
+from fxpar.errors import FitsNoDevicesError, OutputError, TaskGraphError
+
+
+@pytest.fixture
+def file(tmp_path):
+    metaops = [
+        {
+            "name": "image",
+            "layers": 6,
+            "layer_ms": {"1": 4, "2": 2.2, "4": 1.3},
+            "output_bytes": 1e6,
+            "state_bytes": 1e8,
+        },
+        {"name": "text", "layers": 4, "layer_ms": {"1": 1.5, "2": 1}, "output_bytes": 1e6, "saved_bytes": 1e8},
+        {"name": "lm", "layers": 8, "layer_ms": {"1": 3, "2": 1.6, "4": 0.9}},
+    ]
+    path = tmp_path / "tasks.json"
+    path.write_text(json.dumps({"metaops": metaops, "edges": [["image", "lm"], ["text", "lm"]]}))
+    return str(path)
+
+
+def test_what_is_printed(file, capsys):
+    run_tasks(TasksRequest("plan", 4, file))
+    out = capsys.readouterr().out
+    assert "on 4 devices: 3 MetaOps" in out
+    assert "wave  MetaOp  layers  devices" in out
+    assert "A image, B text, C lm" in out
+    assert "no plan takes less than" in out
+    assert "one after the other 19 ms" in out  # 6 * 1.3 + 4 * 1 + 8 * 0.9
+
+
+def test_the_plan_as_json(file, tmp_path, capsys):
+    run_tasks(TasksRequest("plan", 4, file, json=str(tmp_path / "plan.json")))
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert data["lower_bound_ms"] <= data["step_ms"] <= data["spindle_ms"]
+    assert data["gap"] == pytest.approx(data["step_ms"] / data["lower_bound_ms"] - 1)
+    assert max(one["backward"]["end_ms"] for one in data["pieces"]) == data["step_ms"]
+    for name, layers in (("image", 6), ("text", 4), ("lm", 8)):
+        mine = [one["layers"] for one in data["pieces"] if one["metaop"] == name]
+        assert [layer for first, last in mine for layer in range(first, last + 1)] == list(range(layers))
+    assert len(data["peak_bytes"]) == 4
+    capsys.readouterr()
+    run_tasks(TasksRequest("plan", 4, file, json="-"))
+    assert json.loads(capsys.readouterr().out)["pieces"] == data["pieces"]
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        (("plan", 4, "no.json"), TaskGraphError, "it cannot be read"),
+        (("plan", 4, "", "clip-11"), TaskGraphError, "there is none of this name"),
+        (("plan", 4, "", "clip-4", 8, "no/such/folder.json"), OutputError, "folder"),
+    ],
+)
+def test_mistakes(words, error, message):
+    with pytest.raises(error, match=message):
+        run_tasks(TasksRequest(*words))
+
+
+def test_a_tower_that_fits_nowhere(file):
+    path = Path(file)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"memory_gib": 0.05}))
+    with pytest.raises(FitsNoDevicesError, match=r"'image' fits on no devices: one layer takes 0.09 GiB"):
+        run_tasks(TasksRequest("plan", 4, file))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("run", 4, "x.json"), "'run' is none of plan"),
+        (("plan", 4), "name a file or a --case"),
+        (("plan", 4, "x.json", "clip-4"), "one of the two"),
+    ],
+)
+def test_words_that_cannot_be_read(words, message):
+    with pytest.raises(typer.BadParameter, match=message):
+        TasksRequest(*words)
+
+
+def test_devices_as_ranges():
+    assert ranges((3, 0, 1, 2, 6)) == "0-3,6"
+
+
+def test_no_torch_is_imported(file):
+    code = (
+        "import sys; from fxpar.cli.app import app; "
+        f"app(['tasks', 'plan', {file!r}, '--devices', '2'], standalone_mode=False); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
