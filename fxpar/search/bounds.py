@@ -13,8 +13,9 @@ from functools import cached_property
 
 import numpy as np
 
-from fxpar.cost.group_cost import ZB_H1_SHORTER, GroupCost
+from fxpar.cost.group_cost import ZB_H1_SHORTER, Cost, GroupCost, TeamsCost
 from fxpar.ir.strategy import Strategy
+from fxpar.ir.teams import team_budgets
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,24 @@ class Intervals:
         return count[:, None] <= count[None, :]
 
 
-def least_seconds(cost: GroupCost, strategy: Strategy, budgets: Sequence[int | None], found: Intervals) -> np.ndarray:
+def least_seconds(cost: Cost, strategy: Strategy, budgets: Sequence[int | None], found: Intervals) -> np.ndarray:
     """[mini-batches, i, j] seconds that no sharing out of an interval's sequences over the replicas can undercut.
 
     `budgets[j]` are the most tokens of a micro-batch of a group with limit `edges[j]`; None: it cannot have that limit,
     and takes forever. As in `fxpar.batching.balance.lower_bound`: the mean over replicas, and the longest sequence
     alone, each with the least that fills the pipeline. And the replica with most to do, which fills its pipeline with
-    its longest micro-batch: in few of them this takes long, many take longer themselves.
+    its longest micro-batch: in few of them this takes long, many take longer themselves. Of teams side by side the
+    budget is that of the largest, and what they take is bounded as in `fxpar.batching.teams.TeamsLoad.bound`.
     """
+    possible = found.inside & np.array([one is not None for one in budgets])[None, :]
+    if isinstance(cost, TeamsCost):
+        least = _least_of_teams(cost, strategy, budgets, found)
+    else:
+        least = _least_alone(cost, strategy, budgets, found)
+    return np.where(possible[None], np.where(found.tokens > 0, least, 0.0), np.inf)
+
+
+def _least_alone(cost: GroupCost, strategy: Strategy, budgets: Sequence[int | None], found: Intervals) -> np.ndarray:
     limits = np.array([1.0 if one is None else float(one) for one in budgets])
     runs = np.ceil(found.tokens / limits)
     free = cost.per_token_s * found.tokens + cost.per_square_s * found.squares
@@ -79,9 +90,25 @@ def least_seconds(cost: GroupCost, strategy: Strategy, budgets: Sequence[int | N
     least = np.maximum(np.maximum(mean, filled), alone * (1 + fill)) / cost.shared_by
     if cost.shared_by > 1:  # who waits leaves the core to others, but all of the work is done
         least = np.maximum(least, work / strategy.replicas)
-    least = np.where(found.tokens > 0, least, 0.0)
-    possible = found.inside & np.array([one is not None for one in budgets])[None, :]
-    return np.where(possible[None], least, np.inf)
+    return least
+
+
+def _least_of_teams(cost: TeamsCost, strategy: Strategy, budgets: Sequence[int | None], found: Intervals) -> np.ndarray:
+    """The longest sequence in the team that takes least time for it, of those that hold it; and all of them where each
+    token, each square and each part of a micro-batch takes the smallest share of all ranks.
+    """
+    limits = np.array([team_budgets(strategy, one or 1) for one in budgets], dtype=np.float64).T  # [teams, j]
+    bins = np.array([team.bins for team in strategy.teams], dtype=np.float64)
+    longest = np.full(found.tokens.shape, np.inf)
+    per_token, per_square = np.full(len(budgets), np.inf), np.inf
+    for team, one, limit, of_bins in zip(strategy.teams, cost.teams, limits, bins, strict=True):
+        seconds = one.fixed_s + of_bins * (one.per_token_s * found.longest + one.per_square_s * found.longest**2)
+        longest = np.minimum(longest, np.where(found.longest <= limit // of_bins, seconds, np.inf))
+        share = team.world / strategy.world / team.replicas
+        per_token = np.minimum(per_token, share * (one.per_token_s + one.fixed_s / limit))
+        per_square = min(per_square, share * one.per_square_s)
+    work = per_token * found.tokens + per_square * found.squares
+    return np.maximum(longest / cost.teams[0].shared_by, work)
 
 
 def _filled(free: np.ndarray, fixed_s: float, fill: float, fewest: np.ndarray | float) -> np.ndarray:

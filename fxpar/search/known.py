@@ -14,10 +14,11 @@ from fxpar.ir.strategy import Strategy
 from fxpar.search.kinds import KindsOfModel, Layers
 from fxpar.search.layouts import list_of_layers
 from fxpar.search.positions import modules_in
-from fxpar.search.price import DEEPEST, Candidate, Depth, Lower, anchors_of, candidate
+from fxpar.search.price import DEEPEST, Candidate, Depth, Lower, Priced, anchors_of, candidate
 from fxpar.search.repeated import FEW, of_few_stages, repeated
 from fxpar.search.space import placed_alike, without_stages
 from fxpar.search.switching import ModelSwitches, Outlines
+from fxpar.search.teams import of_teams
 
 Said = Callable[[str], object]
 
@@ -79,6 +80,15 @@ class KnownModel:
         if self._found_layers is None:
             self._found_layers = Layers.of(list_of_layers(flat) or "", self.depth.layers, modules_in(flat.programs[1]))
         return self._found_layers
+
+    def named(self, strategy: Strategy) -> Priced:
+        """A strategy, or teams side by side, that someone names: as many are lowered as differ. Raises what
+        `fxpar.lower` raises.
+        """
+        if strategy.teams:
+            return of_teams(strategy, self.cluster, self.anchors, self.depth, self.outlines, self.named)
+        one = self.mixed(strategy)
+        return one or candidate(self.lower, strategy, self.cluster, self.depth, self.anchors)
 
     def mixed(self, strategy: Strategy) -> Candidate | None:
         """A strategy that tells the layers of a deep model apart, by rules, cuts or stages that differ; None for

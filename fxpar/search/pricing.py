@@ -10,6 +10,7 @@ from fxpar.batching import LengthGroup, RunTime, plan_batch
 from fxpar.batching.borders import Borders, by_strategy, overlap_pays
 from fxpar.batching.planner import KnownLoads
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.ir.teams import largest_team
 from fxpar.search.price import Depth, Priced
 from fxpar.search.switching import ModelSwitches, Outlines
 from fxpar.store.memory import reserved_gradients
@@ -106,12 +107,12 @@ class SetPricer:
     def needs(self, chosen: Sequence[tuple[int, Priced]]) -> list[int]:
         """Bytes that each group of a set needs for one sequence of its limit."""
         weights = max(one.stays.weight_bytes for _, one in chosen)
-        found = [(one, one.memory(limit * one.strategy.bins)) for limit, one in chosen]
+        found = [(one, one.memory(_least(limit, one))) for limit, one in chosen]
         return [m.stays_bytes + weights + m.beside_bytes + _beyond(one, chosen, False) for one, m in found]
 
     def _budget(self, limit: int, one: Priced, shared_bytes: int, settle: bool = False) -> int | None:
         """`shared_bytes` are those of weights, and what else the set reserves beyond this strategy."""
-        least = limit * one.strategy.bins
+        least = _least(limit, one)
         most = max(least, self.largest) if self.packed else least
         if self.memory_bytes is None:
             return most
@@ -213,6 +214,11 @@ class SetPricer:
             taken = memory.stays_bytes + held + memory.beside_bytes + _beyond(one, chosen, overlap)
             found[one.name] = max(found.get(one.name, 0), taken)
         return found
+
+
+def _least(limit: int, one: Priced) -> int:
+    """Tokens of a micro-batch with a sequence of the limit in each bin; of teams side by side that of the largest."""
+    return limit * largest_team(one.strategy).bins
 
 
 def _beyond(one: Priced, chosen: Sequence[tuple[int, Priced]], overlap: bool) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fxpar.cost.group_cost import GroupCost
+from fxpar.cost.group_cost import Cost
 from fxpar.ir.strategy import Strategy
 from fxpar.search.bounds import Intervals, least_seconds
 from fxpar.search.price import Candidate, Priced
@@ -54,11 +54,11 @@ class Group:
         budget = next(g.token_budget for g in groups if g.limit == self.limit)
         return self._least_s(one, budget, one.cost) + self._border_s(one)
 
-    def at_best(self, one: Priced, cost: GroupCost) -> float:
+    def at_best(self, one: Priced, cost: Cost) -> float:
         """With all memory in the world, at such a cost."""
         return self._least_s(one, max(self.limit, self.pricer.largest), cost) + self._border_s(one)
 
-    def _least_s(self, one: Priced, budget: int, cost: GroupCost) -> float:
+    def _least_s(self, one: Priced, budget: int, cost: Cost) -> float:
         return float(least_seconds(cost, one.strategy, [budget], self.load)[:, 0, 0].mean())
 
     def _border_s(self, one: Priced) -> float:

@@ -174,4 +174,4 @@ class RuleSearch:
 
 def _taken(one: Priced, tokens: int) -> np.ndarray:
     """Bytes at the peak, seconds of a micro-batch without gradient sync, seconds of that."""
-    return np.array([one.memory(tokens).peak_bytes, one.cost.seconds([tokens]), one.reduce_s])
+    return np.array([one.memory(tokens).peak_bytes, one.group_cost.seconds([tokens]), one.reduce_s])
