@@ -125,7 +125,7 @@ def test_rounds_are_chosen_as_well_as_where_nothing_else_is_planned():
         for degree in (1, 2, 4, 8)
     }
     took, alone, bound, chosen = 0.0, 0.0, 0.0, set()
-    for number in range(6):
+    for number in range(4):
         lengths = [min(longest, int(rng.lognormvariate(6.2, 1.4)) + 1) for _ in range(64)] + [14000] * (number % 2)
         plan = plan_batch(lengths, groups, costs, no_switches)
         chosen.add(tuple(part.strategy for part in plan.groups))
@@ -133,7 +133,7 @@ def test_rounds_are_chosen_as_well_as_where_nothing_else_is_planned():
         took, alone, bound = took + plan.predicted_s, alone + rounds.predicted_ms / 1e3, bound + rounds.any_cut_bound_ms
     assert took <= 1.01 * alone
     assert took <= 1.05 * bound / 1e3
-    assert len(chosen) >= 4  # not the same rounds in each mini-batch
+    assert len(chosen) >= 3  # not the same rounds in each mini-batch
 
 
 def test_another_formation_is_no_merged_group():
