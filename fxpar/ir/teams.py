@@ -64,9 +64,7 @@ def _check_rounds(text: str, widest: Strategy, least: int) -> None:
         raise StrategySyntaxError(text, str(widest), why)
     degrees = (*(degree for _, degree in widest.axes), least)
     if any(degree < 1 or degree & (degree - 1) for degree in degrees) or least > widest.world:
-        why = (
-            f"its degrees, and the {least} ranks that a team has at least, must be powers of two up to {widest.world}"
-        )
+        why = f"its degrees, and the {least} ranks that a team has at least, must be powers of two up to {widest.world}"
         raise StrategySyntaxError(text, text, why)
     if widest.world > MOST_PARTS * least:
         why = (

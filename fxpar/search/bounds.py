@@ -17,6 +17,8 @@ from fxpar.cost.group_cost import ZB_H1_SHORTER, Cost, GroupCost, TeamsCost
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.teams import team_budgets
 
+WORTHS = (0.25, 0.4, 0.6, 0.8, 1.25, 1.6, 2.5, 4.0)  # of a rank of the first team, tried for a bound on teams
+
 
 @dataclass(frozen=True)
 class Intervals:
@@ -94,21 +96,32 @@ def _least_alone(cost: GroupCost, strategy: Strategy, budgets: Sequence[int | No
 
 
 def _least_of_teams(cost: TeamsCost, strategy: Strategy, budgets: Sequence[int | None], found: Intervals) -> np.ndarray:
-    """The longest sequence in the team that takes least time for it, of those that hold it; and all of them where each
-    token, each square and each part of a micro-batch takes the smallest share of all ranks.
+    """The longest sequence in the team that takes least time for it, of those that hold it; all of them where each
+    token, square and part of a micro-batch costs least at some prices of the teams' time, which add up to one: no
+    prices say more than the fractional optimum.
     """
     limits = np.array([team_budgets(strategy, one or 1) for one in budgets], dtype=np.float64).T  # [teams, j]
     bins = np.array([team.bins for team in strategy.teams], dtype=np.float64)
     longest = np.full(found.tokens.shape, np.inf)
-    per_token, per_square = np.full(len(budgets), np.inf), np.inf
-    for team, one, limit, of_bins in zip(strategy.teams, cost.teams, limits, bins, strict=True):
+    for one, limit, of_bins in zip(cost.teams, limits, bins, strict=True):
         seconds = one.fixed_s + of_bins * (one.per_token_s * found.longest + one.per_square_s * found.longest**2)
         longest = np.minimum(longest, np.where(found.longest <= limit // of_bins, seconds, np.inf))
-        share = team.world / strategy.world / team.replicas
-        per_token = np.minimum(per_token, share * (one.per_token_s + one.fixed_s / limit))
-        per_square = min(per_square, share * one.per_square_s)
-    work = per_token * found.tokens + per_square * found.squares
-    return np.maximum(longest / cost.teams[0].shared_by, work)
+    replicas = np.array([team.replicas for team in strategy.teams], dtype=np.float64)
+    tokens = np.array([one.per_token_s for one in cost.teams])[:, None] / replicas[:, None]
+    tokens = tokens + np.array([one.fixed_s for one in cost.teams])[:, None] / replicas[:, None] / limits  # [teams, j]
+    squares = np.array([one.per_square_s for one in cost.teams]) / replicas
+    ranks = np.array([team.world for team in strategy.teams]) / strategy.world
+    shared_by, least = cost.teams[0].shared_by, longest / cost.teams[0].shared_by
+    for prices in (ranks,) if shared_by > 1 else (ranks, *_prices(ranks)):
+        per_token, per_square = (prices[:, None] * tokens).min(axis=0), float((prices * squares).min())
+        least = np.maximum(least, per_token * found.tokens + per_square * found.squares)
+    return least
+
+
+def _prices(ranks: np.ndarray) -> list[np.ndarray]:
+    """[teams] each: of what the ranks of a team are worth against those of the others."""
+    found = [ranks * np.where(np.arange(len(ranks)) == 0, worth, 1.0) for worth in WORTHS]
+    return [one / one.sum() for one in found]
 
 
 def _filled(free: np.ndarray, fixed_s: float, fill: float, fewest: np.ndarray | float) -> np.ndarray:

@@ -37,6 +37,7 @@ class KnownModel:
     anchors: tuple[int, ...]
     refused: dict[str, str] = field(default_factory=dict)
     _candidates: dict[Strategy, Candidate | None] = field(default_factory=dict)
+    _teams: dict[Strategy, Priced | None] = field(default_factory=dict)
     _found_layers: Layers | None = None
 
     @cached_property
@@ -53,6 +54,19 @@ class KnownModel:
                 self.anchors = one.anchors = anchors_of(one)
             self._candidates[strategy] = one
         return self._candidates[strategy]
+
+    def priced(self, strategy: Strategy, said: Said) -> Priced | None:
+        """`candidate`, or teams side by side."""
+        if not strategy.teams:
+            return self.candidate(strategy, said)
+        if strategy not in self._teams:
+            said(f"lowering {strategy}")
+            try:
+                self._teams[strategy] = self.named(strategy)
+            except FxparError as error:
+                self.refused[str(strategy)] = str(error)
+                self._teams[strategy] = None
+        return self._teams[strategy]
 
     def _lowered(self, strategy: Strategy) -> Candidate | None:
         try:

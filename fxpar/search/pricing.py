@@ -12,6 +12,7 @@ from fxpar.batching.planner import KnownLoads
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.teams import largest_team
 from fxpar.search.price import Depth, Priced
+from fxpar.search.sets import DIFFERENT
 from fxpar.search.switching import ModelSwitches, Outlines
 from fxpar.store.memory import reserved_gradients
 
@@ -216,6 +217,14 @@ class SetPricer:
         return found
 
 
+def guessed_border_s(one: Priced, cluster: ClusterSpec) -> float:
+    """A guess that orders sets before they are planned: weights come and gradients leave over the slowest link of a
+    rank.
+    """
+    per_s = float(cluster.bytes_per_s(between=cluster.nodes > 1))
+    return 2 * one.stays.weight_bytes / per_s if one.strategy.world > 1 else 0.0
+
+
 def _least(limit: int, one: Priced) -> int:
     """Tokens of a micro-batch with a sequence of the limit in each bin; of teams side by side that of the largest."""
     return limit * largest_team(one.strategy).bins
@@ -236,6 +245,15 @@ def moved_tokens(plan: PricedSet, other: PricedSet) -> float:
     mine, theirs = _tokens(plan), _tokens(other)
     names = mine.keys() | theirs.keys()
     return sum(abs(mine.get(name, 0.0) - theirs.get(name, 0.0)) for name in names) / 2
+
+
+def different(plans: Sequence[PricedSet], pricer: SetPricer) -> list[PricedSet]:
+    """Without sets that run nearly all tokens as a better one does, which stands before them."""
+    kept: list[PricedSet] = []
+    for plan in plans:
+        if all(moved_tokens(plan, other) > DIFFERENT * pricer.mean_tokens for other in kept):
+            kept.append(plan)
+    return kept
 
 
 def _tokens(plan: PricedSet) -> dict[str, float]:

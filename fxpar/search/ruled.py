@@ -60,7 +60,7 @@ class RuleSearch:
     def better(self, chosen: Chosen, best: PricedSet) -> tuple[PricedSet, Chosen]:
         """A settled set, or a faster one of as many strategies, some of them with rules."""
         for proposals in (self._stages, self._roles):
-            for one in list({one.name: one for _, one in chosen}.values()):
+            for one in list({one.name: one for _, one in chosen if not one.strategy.teams}.values()):
                 group = self._group(chosen, one, best)
                 if group is not None:
                     chosen, best = self._decided(group, list(proposals(group, one)), best)

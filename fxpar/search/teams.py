@@ -1,34 +1,44 @@
-"""Strategies side by side, priced from their teams: each as if it were alone, on the ranks that it has."""
+"""Strategies side by side, priced from their teams: each as if it were alone, on the ranks that it has.
+
+A search guesses at pairs of what it knows: a wide replica for the longest sequences, narrow ones on all other ranks.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.group_cost import TeamsCost
+from fxpar.ir.axes import REPLICAS
 from fxpar.ir.exec_graph import Outline
-from fxpar.ir.strategy import Strategy
+from fxpar.ir.strategy import SINGLE, Strategy
 from fxpar.ir.teams import team_budgets
 from fxpar.memory.state import home_bytes
 from fxpar.schedule.mini_batch import Pace
+from fxpar.search.bounds import Intervals, least_seconds
 from fxpar.search.price import STAGING_BYTES, Depth, Memory, Priced, extrapolated, going_home_s
+from fxpar.search.pricing import SetPricer
 from fxpar.search.switching import Outlines
 from fxpar.store.home import home_layout, param_specs
 from fxpar.switch.node_first import room_for_sums
 
+BEST = 3  # strategies for some lengths, that are tried as teams
+PAIRS = 12  # that a search takes up
+
 
 @dataclass
-class TeamsCandidate(Priced):
-    """`teams` as they are priced alone; what lies at home is that of all ranks, and gradients go there together, of
-    models with `depth`. Its tokens are those of the largest team's micro-batches.
+class Teams(Priced):
+    """`teams` as they are priced one by one; tokens are those of the largest one's micro-batches. A guess, where they
+    are strategies of all ranks that have such replicas: nothing is lowered for it.
     """
 
     teams: tuple[Priced, ...]
-    depth: Depth
-    outlines: Outlines
 
     @property
     def multiple(self) -> int:
@@ -40,29 +50,39 @@ class TeamsCandidate(Priced):
 
     @cached_property
     def reduce_s(self) -> float:
-        return max(0.0, self._of_all_layers([going_home_s(one, self.cluster) for one in self._outlined]))
+        return max(team.reduce_s for team in self.teams)
 
     @property
     def pace(self) -> Pace | None:
         return None  # each goes at a pace of its own
 
     def predicted(self, tokens: int) -> Memory:
-        """Of the fullest rank of each kind: weights of the team that has most, and what there is beside them so that
-        the sum is that of the fullest team.
-        """
-        found = [team.at(budget) for team, budget in zip(self.teams, team_budgets(self.strategy, tokens), strict=True)]
-        weights = max(one.weight_bytes for one in found)
-        masters, optimizer, gradients, sums = (
-            round(self._of_all_layers(each)) for each in zip(*self._home, strict=True)
-        )
-        return Memory(
-            home_bytes=masters + gradients,
-            optimizer_bytes=optimizer,
-            weight_bytes=weights,
-            step_bytes=max(one.weight_bytes + one.step_bytes for one in found) - weights,
-            gradient_bytes=max(one.gradient_bytes for one in found),
-            staging_bytes=min(STAGING_BYTES, 2 * weights) + sums,
-        )
+        """With the weights of the team that has most, and beside them so much that the sum is the fullest team's."""
+        budgets = team_budgets(self.strategy, tokens)
+        found = [team.at(budget) for team, budget in zip(self.teams, budgets, strict=True)]
+        most = Memory(*map(max, zip(*(one.columns for one in found), strict=True)))
+        return replace(most, step_bytes=max(one.weight_bytes + one.step_bytes for one in found) - most.weight_bytes)
+
+
+@dataclass
+class TeamsCandidate(Teams):
+    """Each of `teams` was lowered for its own ranks. What lies at home is that of all ranks, and gradients go there
+    together, of models with `depth`.
+    """
+
+    depth: Depth
+    outlines: Outlines
+
+    @cached_property
+    def reduce_s(self) -> float:
+        return max(0.0, self._of_all_layers([going_home_s(one, self.cluster) for one in self._outlined]))
+
+    def predicted(self, tokens: int) -> Memory:
+        """With what all ranks share."""
+        found, columns = super().predicted(tokens), zip(*self._home, strict=True)
+        masters, optimizer, gradients, sums = (round(self._of_all_layers(column)) for column in columns)
+        staging = min(STAGING_BYTES, 2 * found.weight_bytes) + sums
+        return replace(found, home_bytes=masters + gradients, optimizer_bytes=optimizer, staging_bytes=staging)
 
     @cached_property
     def _outlined(self) -> tuple[Outline, ...]:
@@ -100,3 +120,51 @@ def of_teams(
             known[alike] = priced(alike)
         teams.append(known[alike])
     return TeamsCandidate(strategy, cluster, anchors, tuple(teams), depth, outlines)
+
+
+def pairs(
+    candidates: Sequence[Priced], seconds: Sequence[np.ndarray], pricer: SetPricer, intervals: Intervals
+) -> list[tuple[Teams, np.ndarray]]:
+    """Guesses at a wide replica beside narrow ones, with their `least_seconds`: those that may take least. `seconds`
+    are those of the candidates, of which the best for some lengths are tried: the wide ones for the longest, by their
+    number of ranks, and the narrow ones for the shortest.
+    """
+    world, edges = pricer.cluster.world, range(len(intervals.edges))
+    known = [n for n, one in enumerate(candidates) if _may_be_team(one.strategy)]
+    means = {n: seconds[n].mean(axis=0) for n in known}
+    by_ranks: dict[int, list[int]] = {}
+    for n in known:
+        by_ranks.setdefault(world // candidates[n].strategy.replicas, []).append(n)
+    narrow = {n for j in edges for n in sorted(known, key=lambda n: means[n][0, j])[:BEST]}
+    found = []
+    for ranks, several in by_ranks.items():
+        wide = {n for i in edges for n in sorted(several, key=lambda n: means[n][i, -1])[:BEST]}
+        for one, other in itertools.product(sorted(wide), sorted(narrow)):
+            each = world // candidates[other].strategy.replicas
+            if each >= ranks or (world - ranks) % each:
+                continue
+            guess = _pair(candidates[one], candidates[other], (world - ranks) // each)
+            budgets = pricer.budgets(guess, intervals.edges)
+            found.append((guess, least_seconds(guess.cost, guess.strategy, budgets, intervals)))
+    return sorted(found, key=lambda pair: float(pair[1].mean(axis=0)[0, -1]))[:PAIRS]
+
+
+def without_teams(candidates: Sequence[Priced], seconds: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """`seconds` of the candidates, endless for those that are several teams."""
+    pairs = zip(candidates, seconds, strict=True)
+    return [np.full_like(each, np.inf) if one.strategy.teams else each for one, each in pairs]
+
+
+def _may_be_team(strategy: Strategy) -> bool:
+    """Whether it has replicas that are the same on their ranks alone: ZeRO is over all of them."""
+    return strategy.degree(REPLICAS) > 1 and not (strategy.blocks or strategy.rules or strategy.zero)
+
+
+def _pair(wide: Priced, narrow: Priced, count: int) -> Teams:
+    teams = _replicas(wide.strategy, 1), _replicas(narrow.strategy, count)
+    return Teams(Strategy((), teams=teams), wide.cluster, wide.anchors, (wide, narrow))
+
+
+def _replicas(strategy: Strategy, count: int) -> Strategy:
+    axes = tuple(axis for axis in strategy.axes if axis[0] != REPLICAS)
+    return replace(strategy, axes=(((REPLICAS, count), *axes) if count > 1 else axes) or SINGLE.axes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from fxpar.cost.group import program_cost
@@ -12,11 +13,12 @@ from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
 from fxpar.memory import predict_memory, steady_micro_batches
 from fxpar.passes.share_weights import ALIGN_BYTES
+from fxpar.search.driver import Problem, _Search, find_plan
 from fxpar.search.known import KnownModel
 from fxpar.search.price import Depth, going_home_s
-from fxpar.search.teams import TeamsCandidate
+from fxpar.search.teams import TeamsCandidate, without_teams
 from tests.search.shallow import shallow, stack_rows
-from tests.search.test_driver import LINKS, lowered, outlined, rows
+from tests.search.test_driver import LINKS, lowered, outlined, problem, rows
 from tests.search.test_simulate import priced
 
 FOUR = replace(LINKS, devices_per_node=4)
@@ -91,3 +93,30 @@ def test_teams_are_one_of_a_set():
 
 def test_rings_are_priced():
     assert priced("ring2", memory_bytes=None).plan.predicted_s > 0
+
+
+def searching(memory_bytes: int | None, teams: bool) -> Problem:
+    return replace(problem(memory_bytes, names=("dp4", "dp2.cp2")), cluster=FOUR, teams=teams)
+
+
+def test_a_search_with_teams_is_not_worse():
+    """Where memory is tight, there are many guesses at teams."""
+    teams, alone = (find_plan(searching(3_500_000, each), lowered, outlined) for each in (True, False))
+    assert teams.lower_bound_s <= teams.plans[0].predicted_s <= alone.plans[0].predicted_s
+    assert teams.best_static == alone.best_static
+    assert teams.evaluated > alone.evaluated
+
+
+def test_pairs_are_a_wide_replica_and_narrow_ones():
+    given = searching(None, True)
+    search = _Search(given, given.known(lowered, outlined), lambda _: None)
+    search.lower_all()
+    *alone, one = search.candidates
+    assert [each.name for each in alone] == ["dp4", "dp2.cp2"]
+    least = search.seconds[-1]
+    assert one.name == "cp2 | dp2"
+    assert one.cost == of("cp2 | dp2").cost
+    priced = search.pricer.price([(512, one)])
+    assert priced is not None
+    assert least[:, 0, -1].mean() <= priced.predicted_s - priced.exposed_s
+    assert np.isinf(without_teams(search.candidates, search.seconds)[-1]).all()
