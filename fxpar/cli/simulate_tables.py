@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from fxpar.cli.simulate_commands import SimulateRequest
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.group_cost import GroupCost
 from fxpar.ir.strategy import Strategy
+from fxpar.search.driver import Problem, find_plan_of
 from fxpar.search.known import KnownModel
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.price import candidate
@@ -42,6 +44,7 @@ from fxpar.search.published import (
 from fxpar.search.simulate import Named, Simulated, simulate
 from fxpar.search.simulate_groups import Dataset, chain_s, formations, pair, table_3
 from fxpar.search.simulate_switches import figure_8, layouts_32b
+from fxpar.search.space import shapes
 from fxpar.search.switching import ModelSwitches
 from fxpar.switch import ParamLayout
 
@@ -77,6 +80,7 @@ FORMATION_ROWS = (
 )
 CHOSEN_REMAT = "remat(selective|redo_comm)"  # what Megatron-LM does under sequence parallelism
 CHOSEN_BATCHES, CHOSEN_TRIES = 3, 12  # mini-batches and sets that are planned for `chosen`
+CHOSEN_STRATEGIES = 2  # of a set, where all shapes are searched
 
 
 def run_table(request: SimulateRequest) -> None:
@@ -217,6 +221,8 @@ def _hspmd() -> dict[str, Any]:
     published = {"HotSPa_s": HSPMD_S["HotSPa"], "HSPMD_s": HSPMD_S["HSPMD"]}
     ratio = HSPMD_S["HotSPa"] / HSPMD_S["HSPMD"]
     hot = {one["combination"]: one["groups_s"] + one["switches_s"] for one in pair_data["totals"]}
+    few = formations(prices, drawn[:CHOSEN_BATCHES])
+    few_s = sum(one.mini_batches * (one.runs_s + one.borders_s) for one in few) / CHOSEN_BATCHES
     return {
         "network": pair_data["network"],
         "assumptions": f"{pair_data['assumptions']}; {FORMATION_ROWS}",
@@ -225,6 +231,26 @@ def _hspmd() -> dict[str, Any]:
         "formations": [vars(one) for one in found],
         "predicted_s": total,
         "totals": [{"combination": name, "hot_s": s, "speedup": s / total} for name, s in hot.items()],
+        "chosen": _planned_32b(known, switches, drawn) | {"HSPMD_s": few_s},
+    }
+
+
+def _planned_32b(known: KnownModel, switches: ModelSwitches, drawn: Sequence[np.ndarray]) -> dict[str, Any]:
+    """What `fxpar plan --teams` finds for a few of the mini-batches, with the memory of the devices, and its bound."""
+    batches = tuple(tuple(lengths.tolist()) for lengths in drawn[:CHOSEN_BATCHES])
+    memory = int((H20.sustained.memory_gb or 0) * 1e9)
+    every = tuple(shapes(H20.world, H20.devices_per_node, known.depth.most_stages))
+    problem = Problem(every, H20, batches, max(EDGES), memory, CHOSEN_STRATEGIES, known.depth, teams=True)
+    inside = KnownModel(
+        known.lower, known.outlines, known.cluster, known.depth, problem.anchors, other_switches=switches
+    )
+    found = find_plan_of(problem, inside)
+    best = found.plans[0]
+    return {
+        "groups": [{"limit": g.limit, "strategy": g.strategy, "seconds": g.seconds} for g in best.groups],
+        "predicted_s": best.predicted_s,
+        "lower_bound_s": found.lower_bound_s,
+        "mini_batches": len(batches),
     }
 
 
@@ -249,6 +275,14 @@ def _show_hspmd(console: Console, data: dict[str, Any]) -> None:
         off = f"{one['speedup'] / published['speedup'] - 1:+.1%}"
         rows.append(("predicted", one["combination"], *_pair_figures(one["hot_s"], data["predicted_s"]), off))
     print_table(console, ("", "groups", "HotSPa", "HSPMD", "ratio", "off by"), rows, right=(2, 3, 4, 5))
+    chosen = data["chosen"]
+    groups = ", ".join(f"{g['strategy']} up to {g['limit']:,}" for g in chosen["groups"])
+    console.print(
+        f"fxpar would take {groups}: {human_seconds(chosen['predicted_s'])} for {chosen['mini_batches']} of the "
+        f"mini-batches, HSPMD's {human_seconds(chosen['HSPMD_s'])}; no set that was looked at takes less than "
+        f"{human_seconds(chosen['lower_bound_s'])}",
+        markup=False,
+    )
     for key in ("network", "assumptions"):
         console.print(data[key], markup=False)
 

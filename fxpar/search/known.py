@@ -36,6 +36,7 @@ class KnownModel:
     depth: Depth
     anchors: tuple[int, ...]
     refused: dict[str, str] = field(default_factory=dict)
+    other_switches: ModelSwitches | None = None  # over links that sustain another rate there than in programs
     _candidates: dict[Strategy, Candidate | None] = field(default_factory=dict)
     _teams: dict[Strategy, Priced | None] = field(default_factory=dict)
     _found_layers: Layers | None = None
@@ -43,7 +44,7 @@ class KnownModel:
     @cached_property
     def switches(self) -> ModelSwitches:
         """Each planned once."""
-        return ModelSwitches(self.cluster, self.depth, self.outlines)
+        return self.other_switches or ModelSwitches(self.cluster, self.depth, self.outlines)
 
     def candidate(self, strategy: Strategy, said: Said) -> Candidate | None:
         """Lowered once; None, and the reason among the refused, if the model cannot run under it."""
