@@ -80,9 +80,11 @@ def parallelize(target: Any, options: ParallelizeOptions) -> Any:
     """Make `target` (a module, or as a decorator a module class) train under `strategies`.
 
     `strategies` maps the longest sequence (tokens) that a strategy takes to the strategy; `train_step` refuses one
-    beyond the last limit, and a limit beyond the positions of the model is a warning. Every rank must call this
-    with the same module and arguments inside an initialised `torch.distributed`. The module is changed in place and
-    returned; its class becomes a subclass with `train_step`, `plan`, `plan_ahead`, `memory`, `using`, `engine_state`.
+    beyond the last limit, and a limit beyond the positions of the model is a warning. Of `"rounds(cp8)"` all formations
+    of those ranks are prepared, and each mini-batch runs the fastest ones (`fxpar.ir.teams.formations`). Every rank
+    must call this with the same module and arguments inside an initialised `torch.distributed`. The module is changed
+    in place and returned; its class becomes a subclass with `train_step`, `plan`, `plan_ahead`, `memory`, `using`,
+    `engine_state`.
 
     - `plan`: a file that `fxpar plan` wrote, or a `fxpar.search.plan_file.Plan`. It says strategies, token budgets and
       the memory budget instead; a memory budget that is given goes first.

@@ -15,7 +15,7 @@ from fxpar.errors import (
     UnknownBudgetError,
 )
 from fxpar.ir.strategy import Strategy
-from fxpar.ir.teams import largest_team, ranks_of_replica, team_budgets
+from fxpar.ir.teams import formations, largest_team, ranks_of_replica, team_budgets
 from fxpar.ir.written import LONGEST, brief
 
 
@@ -86,24 +86,33 @@ def length_groups(
     the layers, of as many micro-batches as there are stages: pp does not divide the tokens. Of teams side by side it is
     the budget of the largest one (see `LengthGroup.teams`).
 
+    Of `rounds(cp4)` each formation is a group, which takes what its largest team holds with as many tokens per rank as
+    the widest one has. Several may have one limit: the first one takes a sequence, unless another one runs instead.
+
     Raises StrategiesTypeError, NoStrategiesError, LengthLimitError, StrategySyntaxError, StrategyWorldsError (a
     strategy that does not take all `world` ranks), TokenBudgetError, UnknownBudgetError.
     """
     check_strategies(strategies)
-    parsed = {
-        limit: Strategy.parse(choice) if isinstance(choice, str) else choice
-        for limit, choice in sorted(strategies.items())
-    }
+    several = {limit: formations(choice) for limit, choice in sorted(strategies.items())}
+    parsed = {limit: found[0] for limit, found in several.items()}
     if any(strategy.world != world for strategy in parsed.values()):
         raise StrategyWorldsError({limit: (str(s), s.world) for limit, s in parsed.items()}, world)
     if isinstance(token_budget, Mapping):
         for limit in token_budget:
             if limit not in parsed:
                 raise UnknownBudgetError(limit, parsed)
-    return tuple(
-        LengthGroup(limit, strategy, _budget(limit, strategy, parsed, token_budget))
-        for limit, strategy in parsed.items()
-    )
+    groups = []
+    for limit, widest in parsed.items():
+        budget = _budget(limit, widest, parsed, token_budget)
+        groups += [_formation_group(limit, one, budget, widest) for one in several[limit]]
+    return tuple(sorted(groups, key=lambda group: group.limit))
+
+
+def _formation_group(limit: int, strategy: Strategy, budget: int, widest: Strategy) -> LengthGroup:
+    """With as many tokens per rank as `widest` has with this budget."""
+    largest, most = largest_team(strategy), largest_team(widest)
+    tokens = max(largest.bins, budget * ranks_of_replica(largest) // ranks_of_replica(most))
+    return LengthGroup(min(limit, tokens // largest.bins), strategy, tokens)
 
 
 def check_strategies(strategies: object) -> None:

@@ -122,7 +122,8 @@ class _Planner:
         for group, members in enumerate(self.members):
             into = Counter(went[index] for index, _ in members)
             if len(into) == 1 and group not in into:
-                merged += [(group, other) for other in into]
+                limit = self.groups[group].limit  # another formation for the same lengths is a choice, not a merge
+                merged += [(group, other) for other in into if self.groups[other].limit > limit]
             else:
                 rides += [(group, other, into[other]) for other in sorted(into) if other != group]
         plans = tuple(self._group_plan(group, load) for group, load in choice.items())

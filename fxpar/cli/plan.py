@@ -115,6 +115,7 @@ def _problem(
         overlap=request.overlap or (request.verify is not None and kind_here(cluster.world) == "cpu"),
         keep=max(request.best, request.verify or 0),
         rules=request.rules,
+        teams=request.teams,
     )
 
 

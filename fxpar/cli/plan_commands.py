@@ -45,6 +45,7 @@ class PlanRequest:
     rules: Annotated[bool, typer.Option("--rules", help="Search rules per module too; takes 2 to 3 times as long.")] = (
         False
     )
+    teams: Annotated[bool, typer.Option("--teams", help="Search strategies side by side too.")] = False
     samples: Annotated[int, typer.Option(min=1, max=1000, help="Mini-batches that plans are priced with.")] = 8
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Seed by which mini-batches are drawn from the lengths.")

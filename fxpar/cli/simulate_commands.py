@@ -26,7 +26,7 @@ from fxpar.cli.options import (
 from fxpar.errors import UnknownModelError, nearest
 from fxpar.ir.module_rules import split_outside
 
-TABLES = ("hotspa-fig8", "hotspa-table3", "hspmd-pair")  # of papers, each a function of `fxpar.cli.simulate`
+TABLES = ("hotspa-fig8", "hotspa-table3", "hspmd-pair", "hspmd")  # of papers, each a function of `fxpar.cli.simulate`
 _ASSIGNMENT = re.compile(r"\w+=")
 _OF_MODEL = ("cluster", "lengths", "tokens_per_step", "memory", "given", "overlap", "samples", "seed")
 _SET_HELP = "A strategy of the set, or STRATEGY:LIMIT in tokens; or KEY=VALUE, an option of the model. Repeatable."
@@ -38,7 +38,7 @@ class SimulateRequest:
 
     Nothing runs and no weight is allocated. Instead of a model, MODEL may be a published table to reproduce:
     hotspa-fig8 (bytes and times of switches), hotspa-table3 (gains of length groups), hspmd-pair (a set of HotSPa's
-    against one strategy on H20).
+    against one strategy on H20), hspmd (HSPMD's strategies side by side against a set of HotSPa's).
     """
 
     source: Annotated[GraphSource, Offered("options world precision cache", says={"options": _SET_HELP})]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from fxpar.cli.simulate_commands import SimulateRequest
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.group_cost import GroupCost
 from fxpar.ir.strategy import Strategy
+from fxpar.search.driver import Problem, find_plan_of
+from fxpar.search.known import KnownModel
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.price import candidate
 from fxpar.search.pricing import SetPricer
@@ -27,6 +30,7 @@ from fxpar.search.published import (
     H20_COLLECTIVES,
     HSPMD_LENGTHS,
     HSPMD_S,
+    HSPMD_SETS,
     HSPMD_TOKENS,
     LAYERS_32B,
     LAYOUTS,
@@ -38,8 +42,10 @@ from fxpar.search.published import (
     TOTALS,
 )
 from fxpar.search.simulate import Named, Simulated, simulate
-from fxpar.search.simulate_groups import Dataset, chain_s, pair, table_3
+from fxpar.search.simulate_groups import Dataset, chain_s, formations, pair, table_3
 from fxpar.search.simulate_switches import figure_8, layouts_32b
+from fxpar.search.space import shapes
+from fxpar.search.switching import ModelSwitches
 from fxpar.switch import ParamLayout
 
 NETWORK = (
@@ -66,8 +72,15 @@ PAIR_ROWS = (
     f"lengths {HSPMD_LENGTHS}; which of its sets HotSPa ran, and which layout Megatron-LM, is not published: C1 and C2 "
     f"of its artifact, and {STATIC} in rows of 32K; rows of groups as long as their upper length"
 )
+FORMATION_ROWS = (
+    "HSPMD's strategies by the longest sequence of a mini-batch, B up to 16K and A beyond (the paper does not tell "
+    "where it changes); documents packed without padding, each attends to itself alone, and a micro-batch has as many "
+    "tokens per device as the widest pipeline has with one of full length; weights come from home and gradients go "
+    "there in every mini-batch"
+)
 CHOSEN_REMAT = "remat(selective|redo_comm)"  # what Megatron-LM does under sequence parallelism
 CHOSEN_BATCHES, CHOSEN_TRIES = 3, 12  # mini-batches and sets that are planned for `chosen`
+CHOSEN_STRATEGIES = 2  # of a set, where all shapes are searched
 
 
 def run_table(request: SimulateRequest) -> None:
@@ -76,6 +89,7 @@ def run_table(request: SimulateRequest) -> None:
         "hotspa-fig8": (_figure_8, _show_figure_8),
         "hotspa-table3": (_table_3, _show_table_3),
         "hspmd-pair": (_pair, _show_pair),
+        "hspmd": (_hspmd, _show_hspmd),
     }
     make, show = tables[request.table or ""]
     with working() as status, collected_warnings([]):
@@ -187,6 +201,88 @@ def _show_pair(console: Console, data: dict[str, Any]) -> None:
         off = f"{one['speedup'] / published['speedup'] - 1:+.1%}"
         rows.append(("predicted", one["combination"], *_pair_figures(one["static_s"], seconds), off))
     print_table(console, ("", "groups", STATIC, "hot", "ratio", "off by"), rows, right=(2, 3, 4, 5))
+    for key in ("network", "assumptions"):
+        console.print(data[key], markup=False)
+
+
+def _hspmd() -> dict[str, Any]:
+    """HSPMD's strategies on the mini-batches of `_pair`, and its gain over HotSPa's sets as these are predicted."""
+    model, pair_data = model_32b(precision="bf16"), _pair()
+    drawn = [np.array(one) for one in mini_batches(read_lengths(HSPMD_LENGTHS), HSPMD_TOKENS, PAIR_BATCHES)]
+    known = KnownModel(model.lower, model.outlines, H20_COLLECTIVES, model.depth, (256, 2 * max(EDGES)))
+    switches = ModelSwitches(H20, model.depth, model.outlines)
+    prices = {}
+    for limit, (name, text) in HSPMD_SETS.items():
+        one = known.named(Strategy.parse(text))
+        weights_s = switches.of_set({one.name: one}, (), guess=False).predicted_s(one.name, ())
+        prices[limit] = (name, one.strategy, one.cost, weights_s + one.reduce_s)
+    found = formations(prices, drawn)
+    total = sum(one.mini_batches * (one.runs_s + one.borders_s) for one in found) / len(drawn)
+    published = {"HotSPa_s": HSPMD_S["HotSPa"], "HSPMD_s": HSPMD_S["HSPMD"]}
+    ratio = HSPMD_S["HotSPa"] / HSPMD_S["HSPMD"]
+    hot = {one["combination"]: one["groups_s"] + one["switches_s"] for one in pair_data["totals"]}
+    few = formations(prices, drawn[:CHOSEN_BATCHES])
+    few_s = sum(one.mini_batches * (one.runs_s + one.borders_s) for one in few) / CHOSEN_BATCHES
+    return {
+        "network": pair_data["network"],
+        "assumptions": f"{pair_data['assumptions']}; {FORMATION_ROWS}",
+        "tokens_per_mini_batch": HSPMD_TOKENS,
+        "published": published | {"speedup": ratio},
+        "formations": [vars(one) for one in found],
+        "predicted_s": total,
+        "totals": [{"combination": name, "hot_s": s, "speedup": s / total} for name, s in hot.items()],
+        "chosen": _planned_32b(known, switches, drawn) | {"HSPMD_s": few_s},
+    }
+
+
+def _planned_32b(known: KnownModel, switches: ModelSwitches, drawn: Sequence[np.ndarray]) -> dict[str, Any]:
+    """What `fxpar plan --teams` finds for a few of the mini-batches, with the memory of the devices, and its bound."""
+    batches = tuple(tuple(lengths.tolist()) for lengths in drawn[:CHOSEN_BATCHES])
+    memory = int((H20.sustained.memory_gb or 0) * 1e9)
+    every = tuple(shapes(H20.world, H20.devices_per_node, known.depth.most_stages))
+    problem = Problem(every, H20, batches, max(EDGES), memory, CHOSEN_STRATEGIES, known.depth, teams=True)
+    inside = KnownModel(
+        known.lower, known.outlines, known.cluster, known.depth, problem.anchors, other_switches=switches
+    )
+    found = find_plan_of(problem, inside)
+    best = found.plans[0]
+    return {
+        "groups": [{"limit": g.limit, "strategy": g.strategy, "seconds": g.seconds} for g in best.groups],
+        "predicted_s": best.predicted_s,
+        "lower_bound_s": found.lower_bound_s,
+        "mini_batches": len(batches),
+    }
+
+
+def _show_hspmd(console: Console, data: dict[str, Any]) -> None:
+    rows = [
+        (
+            one["name"],
+            one["strategy"],
+            f"up to {one['limit']:,}",
+            str(one["mini_batches"]),
+            human_seconds(one["runs_s"]),
+            human_seconds(one["borders_s"]),
+        )
+        for one in data["formations"]
+    ]
+    print_table(
+        console, ("", "strategy", "longest", "mini-batches", "runs", "weights, gradients"), rows, right=(3, 4, 5)
+    )
+    published = data["published"]
+    rows = [("published", "HotSPa", *_pair_figures(published["HotSPa_s"], published["HSPMD_s"]), "")]
+    for one in data["totals"]:
+        off = f"{one['speedup'] / published['speedup'] - 1:+.1%}"
+        rows.append(("predicted", one["combination"], *_pair_figures(one["hot_s"], data["predicted_s"]), off))
+    print_table(console, ("", "groups", "HotSPa", "HSPMD", "ratio", "off by"), rows, right=(2, 3, 4, 5))
+    chosen = data["chosen"]
+    groups = ", ".join(f"{g['strategy']} up to {g['limit']:,}" for g in chosen["groups"])
+    console.print(
+        f"fxpar would take {groups}: {human_seconds(chosen['predicted_s'])} for {chosen['mini_batches']} of the "
+        f"mini-batches, HSPMD's {human_seconds(chosen['HSPMD_s'])}; no set that was looked at takes less than "
+        f"{human_seconds(chosen['lower_bound_s'])}",
+        markup=False,
+    )
     for key in ("network", "assumptions"):
         console.print(data[key], markup=False)
 

@@ -108,10 +108,12 @@ def memory_over_time(
 
 def _teams_over_time(program: TeamsGraph, sizes: Mapping[str, int], sums: int, **asked: Any) -> MemoryOverTime:
     """All teams, and the prediction for the fullest one. `sizes` are those of the largest team's micro-batches; others
-    have as many tokens per rank. What lies at home is shared out among the ranks of all.
+    have as many tokens per rank. What lies at home is shared out among the ranks of all, and messages go among them.
     """
     masters, optimizer, gradients = home_bytes(program)
+    weights = layout_of(program).max_bytes()
     home = {"master_bytes": masters, "optimizer_bytes": optimizer, "home_gradient_bytes": gradients, "sums_bytes": sums}
+    home["staging_bytes"] = min(asked["staging_bytes"], 2 * weights)
     budgets = team_budgets(program.strategy, sizes.get(TOKENS, 0))
     ranks: list[RankMemory] = []
     for team, tokens in zip(program.teams, budgets, strict=True):

@@ -86,12 +86,14 @@ class Drift:
         return found[0]
 
     def _seen(self) -> _Seen:
-        limits = [group.limit for group in self.engine.groups]
-        runs = [[0.0, 0.0] for _ in limits]
+        engine = self.engine
+        names = zip((group.limit for group in engine.groups), engine.names, strict=True)
+        places = {one: number for number, one in enumerate(names)}
+        runs = [[0.0, 0.0] for _ in engine.groups]
         borders, whole = [0.0, 0.0], [0.0, 0.0]
         for report in self._last:
             for group in report.groups:
-                mine = runs[limits.index(group.limit)]
+                mine = runs[places[group.limit, group.strategy]]
                 mine[0] += group.compute_s
                 mine[1] += group.predicted_s
                 borders[0] += group.switch_s + group.reduce_s

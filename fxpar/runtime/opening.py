@@ -161,7 +161,7 @@ def _shared_options(decided: Decided, options: ParallelizeOptions) -> dict[str, 
     """What must be the same on every rank, by name: with other groups, orders or seeds a step would hang, or be wrong
     without a word.
     """
-    groups = {group.limit: f"{group.strategy} ({group.token_budget:,} tokens)" for group in decided.groups}
+    groups = {f"{group} ({group.token_budget:,} tokens)": group.limit for group in decided.groups}
     own = {one.name: getattr(options, one.name) for one in fields(options) if one.name not in _MAY_DIFFER}
     # Ranks are asked for what rank 0's cost model said; values that are yet to be made are compared by who makes them.
     made = getattr(options.initializer, "__qualname__", type(options.initializer).__name__)

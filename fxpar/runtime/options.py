@@ -40,6 +40,7 @@ from fxpar.ir.graph import LogicalGraph, Packing
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
+from fxpar.ir.teams import formations
 from fxpar.losses import LossFunction, causal_lm
 from fxpar.lowering import default_passes, lower
 from fxpar.lowering.ladder import checked_ladder
@@ -231,7 +232,7 @@ def compile_strategies(
         rows, unpacked = packed_if_proved(logical, force=bool(packed))
         computed = with_precision(rows, how)
         dtypes = {"accumulate": how.accumulate_dtype, "reduce": how.reduce_dtype}
-        parsed = [Strategy.parse(s) if isinstance(s, str) else s for _, s in sorted(strategies.items())]
+        parsed = [strategy for _, choice in sorted(strategies.items()) for strategy in formations(choice)]
         by_name = dict(zip(strategy_names(parsed), parsed, strict=True))
         groups = length_groups(strategies, world=parsed[0].world, token_budget=token_budget)
         tokens = {group.strategy: group.token_budget for group in groups}  # of the longest group with this strategy

@@ -24,7 +24,8 @@ class Changed(Priced):
 
     @cached_property
     def cost(self) -> GroupCost:
-        return _summed(self.base.cost, [(one.cost, self.base.cost, 1.0) for one in self.changes])
+        base = self.base.group_cost
+        return _summed(base, [(one.group_cost, base, 1.0) for one in self.changes])
 
     @cached_property
     def reduce_s(self) -> float:

@@ -13,8 +13,11 @@ from functools import cached_property
 
 import numpy as np
 
-from fxpar.cost.group_cost import ZB_H1_SHORTER, GroupCost
+from fxpar.cost.group_cost import ZB_H1_SHORTER, Cost, GroupCost, TeamsCost
 from fxpar.ir.strategy import Strategy
+from fxpar.ir.teams import team_budgets
+
+WORTHS = (0.25, 0.4, 0.6, 0.8, 1.25, 1.6, 2.5, 4.0)  # of a rank of the first team, tried for a bound on teams
 
 
 @dataclass(frozen=True)
@@ -60,14 +63,24 @@ class Intervals:
         return count[:, None] <= count[None, :]
 
 
-def least_seconds(cost: GroupCost, strategy: Strategy, budgets: Sequence[int | None], found: Intervals) -> np.ndarray:
+def least_seconds(cost: Cost, strategy: Strategy, budgets: Sequence[int | None], found: Intervals) -> np.ndarray:
     """[mini-batches, i, j] seconds that no sharing out of an interval's sequences over the replicas can undercut.
 
     `budgets[j]` are the most tokens of a micro-batch of a group with limit `edges[j]`; None: it cannot have that limit,
     and takes forever. As in `fxpar.batching.balance.lower_bound`: the mean over replicas, and the longest sequence
     alone, each with the least that fills the pipeline. And the replica with most to do, which fills its pipeline with
-    its longest micro-batch: in few of them this takes long, many take longer themselves.
+    its longest micro-batch: in few of them this takes long, many take longer themselves. Of teams side by side the
+    budget is that of the largest, and what they take is bounded as in `fxpar.batching.teams.TeamsLoad.bound`.
     """
+    possible = found.inside & np.array([one is not None for one in budgets])[None, :]
+    if isinstance(cost, TeamsCost):
+        least = _least_of_teams(cost, strategy, budgets, found)
+    else:
+        least = _least_alone(cost, strategy, budgets, found)
+    return np.where(possible[None], np.where(found.tokens > 0, least, 0.0), np.inf)
+
+
+def _least_alone(cost: GroupCost, strategy: Strategy, budgets: Sequence[int | None], found: Intervals) -> np.ndarray:
     limits = np.array([1.0 if one is None else float(one) for one in budgets])
     runs = np.ceil(found.tokens / limits)
     free = cost.per_token_s * found.tokens + cost.per_square_s * found.squares
@@ -79,9 +92,36 @@ def least_seconds(cost: GroupCost, strategy: Strategy, budgets: Sequence[int | N
     least = np.maximum(np.maximum(mean, filled), alone * (1 + fill)) / cost.shared_by
     if cost.shared_by > 1:  # who waits leaves the core to others, but all of the work is done
         least = np.maximum(least, work / strategy.replicas)
-    least = np.where(found.tokens > 0, least, 0.0)
-    possible = found.inside & np.array([one is not None for one in budgets])[None, :]
-    return np.where(possible[None], least, np.inf)
+    return least
+
+
+def _least_of_teams(cost: TeamsCost, strategy: Strategy, budgets: Sequence[int | None], found: Intervals) -> np.ndarray:
+    """The longest sequence in the team that takes least time for it, of those that hold it; all of them where each
+    token, square and part of a micro-batch costs least at some prices of the teams' time, which add up to one: no
+    prices say more than the fractional optimum.
+    """
+    limits = np.array([team_budgets(strategy, one or 1) for one in budgets], dtype=np.float64).T  # [teams, j]
+    bins = np.array([team.bins for team in strategy.teams], dtype=np.float64)
+    longest = np.full(found.tokens.shape, np.inf)
+    for one, limit, of_bins in zip(cost.teams, limits, bins, strict=True):
+        seconds = one.fixed_s + of_bins * (one.per_token_s * found.longest + one.per_square_s * found.longest**2)
+        longest = np.minimum(longest, np.where(found.longest <= limit // of_bins, seconds, np.inf))
+    replicas = np.array([team.replicas for team in strategy.teams], dtype=np.float64)
+    tokens = np.array([one.per_token_s for one in cost.teams])[:, None] / replicas[:, None]
+    tokens = tokens + np.array([one.fixed_s for one in cost.teams])[:, None] / replicas[:, None] / limits  # [teams, j]
+    squares = np.array([one.per_square_s for one in cost.teams]) / replicas
+    ranks = np.array([team.world for team in strategy.teams]) / strategy.world
+    shared_by, least = cost.teams[0].shared_by, longest / cost.teams[0].shared_by
+    for prices in (ranks,) if shared_by > 1 else (ranks, *_prices(ranks)):
+        per_token, per_square = (prices[:, None] * tokens).min(axis=0), float((prices * squares).min())
+        least = np.maximum(least, per_token * found.tokens + per_square * found.squares)
+    return least
+
+
+def _prices(ranks: np.ndarray) -> list[np.ndarray]:
+    """[teams] each: of what the ranks of a team are worth against those of the others."""
+    found = [ranks * np.where(np.arange(len(ranks)) == 0, worth, 1.0) for worth in WORTHS]
+    return [one / one.sum() for one in found]
 
 
 def _filled(free: np.ndarray, fixed_s: float, fill: float, fewest: np.ndarray | float) -> np.ndarray:

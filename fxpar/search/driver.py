@@ -7,6 +7,7 @@ savings      what saves memory (remat, ZeRO-3, chunks of the loss where logits a
 sets         dynamic programming over the limits of groups; the best guesses are planned on sample mini-batches
              with their switches and reductions, until no other set can be faster
 pipelines    those of the best sets are tried under zb_h1, which waits less and keeps more, and with a whole loss
+teams        if they may be, the best wide replicas beside the best narrow ones are strategies too
 rules        the best set and the best single strategy are tried with rules per module and with stages that differ, see
              `fxpar.search.ruled`
 bound        each mini-batch cut at its own best limits, without borders and rests: no set without rules takes less
@@ -14,8 +15,9 @@ bound        each mini-batch cut at its own best limits, without borders and res
 
 from __future__ import annotations
 
+import operator
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -30,15 +32,17 @@ from fxpar.search.chunked import ChunkSearch
 from fxpar.search.known import KnownModel, Said
 from fxpar.search.lengths import length_edges
 from fxpar.search.price import Depth, Lower, Priced, optimizer_s
-from fxpar.search.pricing import PricedSet, SetPricer, moved_tokens
+from fxpar.search.pricing import PricedSet, SetPricer, different, guessed_border_s
 from fxpar.search.proposals import Chosen
 from fxpar.search.ruled import RuleSearch
-from fxpar.search.sets import DIFFERENT, Groups, RankedSet, ranked_sets
+from fxpar.search.sets import Groups, RankedSet, ranked_sets
 from fxpar.search.space import FASTER_SCHEDULE, SAVINGS, also_tried, rescheduled, with_savings, without_stages
 from fxpar.search.staged import StagedGuess
 from fxpar.search.switching import Outlines
+from fxpar.search.teams import Teams, pairs, without_teams
 
 PLANNED = 48  # sets that are planned at most
+GUESSES = (StagedGuess, Teams)  # nothing was lowered for them
 CLOSE = 0.01  # by so much a set may be slower than it was ranked
 
 
@@ -57,6 +61,7 @@ class Problem:
     overlap: bool = False
     keep: int = 3
     rules: bool = False
+    teams: bool = False
 
     @property
     def anchors(self) -> tuple[int, int]:
@@ -160,6 +165,10 @@ class _Search:
             left = [one for one in following if one is not None and self._may_help(*one)]
         if not self.candidates:
             raise NoCandidateError(f"{name}: {why}" for name, why in self.known.refused.items())
+        for guess, least in pairs(self.candidates, self.seconds, self.pricer, self.intervals) * self.problem.teams:
+            self.candidates.append(guess)
+            self.seconds.append(least)
+            self.least = np.minimum(self.least, least)
 
     def _add(self, shape: Strategy, level: int) -> tuple[Strategy, int] | None:
         """Lower a strategy, if it is one; what to try next of a shape that may need more savings."""
@@ -225,6 +234,12 @@ class _Search:
             ruled=self.rules.lowered,
         )
 
+    def _ranked(self, most: int, teams: bool = False) -> list[RankedSet]:
+        """Sets of at most so many strategies, with or without teams, whose bounds are low: they would crowd out all."""
+        seconds = self.seconds if teams else without_teams(self.candidates, self.seconds)
+        borders = [guessed_border_s(one, self.problem.cluster) * (most > 1) for one in self.candidates]
+        return ranked_sets(seconds, borders, self.intervals, most)
+
     def _best(self, ranked: Iterable[RankedSet], keep: int) -> list[PricedSet]:
         """Planned on the sample mini-batches, best first, until no other one can be among the best `keep`."""
         found: list[PricedSet] = []
@@ -268,9 +283,11 @@ class _Search:
         was thought, or takes longer with the tokens that it holds. Raises SequenceFitsNowhereError.
         """
         while True:
-            static = self._best(ranked_sets(self.seconds, [0.0] * len(self.seconds), self.intervals, 1), 1)[0]
-            sets = ranked_sets(self.seconds, self._guessed_borders(), self.intervals, self.problem.max_strategies)
-            plans = self._different(sorted([static, *self._best(sets, self.problem.keep)], key=_seconds))
+            static = self._best(self._ranked(1), 1)[0]
+            found = [static, *self._best(self._ranked(self.problem.max_strategies), self.problem.keep)]
+            if self.problem.teams:
+                found += self._best(self._ranked(self.problem.max_strategies, teams=True), self.problem.keep)
+            plans = different(sorted(found, key=_seconds), self.pricer)
             best = [static, *plans[: self.problem.keep]]
             groups = [self._groups_of(plan) for plan in best]
             if not any([self._disappoints(one, plan) for one, plan in zip(groups, best, strict=True)]):
@@ -278,7 +295,7 @@ class _Search:
         found, *kept = [self._refined(one, rules=number < 2) for number, one in enumerate(groups)]
         kept.sort(key=_seconds)
         better = found.predicted_s < kept[0].predicted_s  # by rules
-        return self._different([found, *kept])[: self.problem.keep] if better else kept, found
+        return different([found, *kept], self.pricer)[: self.problem.keep] if better else kept, found
 
     def _refined(self, groups: Groups, rules: bool) -> PricedSet:
         """A settled set, under a faster schedule and with rules where that takes less time."""
@@ -292,7 +309,8 @@ class _Search:
 
     @cached_property
     def rules(self) -> RuleSearch:
-        return RuleSearch(self.known, self.pricer, self.candidates, self.said)
+        alone = [one for one in self.candidates if not one.strategy.teams]
+        return RuleSearch(self.known, self.pricer, alone, self.said)
 
     def _best_variants(self, chosen: Chosen, best: PricedSet) -> PricedSet:
         """A settled set, with variants of its strategies where these take less time with the memory that they need."""
@@ -318,7 +336,7 @@ class _Search:
         """
         if groups in self.settled:
             return False
-        guesses = {s for _, s in groups if isinstance(self.candidates[s], StagedGuess)}
+        guesses = {s for _, s in groups if type(self.candidates[s]) in GUESSES}
         settled = self._settled(groups)
         if settled is None:
             if not self._look_closer(guesses):
@@ -348,7 +366,7 @@ class _Search:
         chosen = []
         for edge, s in groups:
             one = self.candidates[s]
-            known = self.known.candidate(one.strategy, self.said) if isinstance(one, StagedGuess) else one
+            known = self.known.priced(one.strategy, self.said) if type(one) in GUESSES else one
             if known is not None:
                 chosen.append((self.intervals.edges[edge], known))
         return chosen
@@ -357,7 +375,7 @@ class _Search:
         """Replace these candidates by what they are; whether there was one."""
         for s in guesses:
             strategy = self.candidates[s].strategy
-            one = self.known.candidate(strategy, self.said)
+            one = self.known.priced(strategy, self.said)
             if one is None:  # it cannot be lowered at all
                 self.seconds[s] = np.full_like(self.seconds[s], np.inf)
                 continue
@@ -368,24 +386,6 @@ class _Search:
                 del known[groups]
         return bool(guesses)
 
-    def _guessed_borders(self) -> list[float]:
-        """What a strategy's weights and gradients take at least on the slowest link of a rank: a guess that orders sets
-        before they are planned.
-        """
-        cluster, found = self.problem.cluster, []
-        per_s = cluster.bytes_per_s(between=cluster.nodes > 1)
-        for one in self.candidates:
-            found.append(2 * one.stays.weight_bytes / float(per_s) if one.strategy.world > 1 else 0.0)
-        return found
-
-    def _different(self, plans: Sequence[PricedSet]) -> list[PricedSet]:
-        """Without sets that run nearly all tokens as a better one does."""
-        kept: list[PricedSet] = []
-        for plan in plans:
-            if all(moved_tokens(plan, other) > DIFFERENT * self.pricer.mean_tokens for other in kept):
-                kept.append(plan)
-        return kept
-
     def _nothing_fits(self) -> SequenceFitsNowhereError:
         longest = self.problem.longest
         one = min(self.candidates, key=lambda c: c.memory(longest).peak_bytes)
@@ -394,5 +394,4 @@ class _Search:
         )
 
 
-def _seconds(plan: PricedSet) -> float:
-    return plan.predicted_s
+_seconds = operator.attrgetter("predicted_s")

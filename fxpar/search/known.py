@@ -14,10 +14,11 @@ from fxpar.ir.strategy import Strategy
 from fxpar.search.kinds import KindsOfModel, Layers
 from fxpar.search.layouts import list_of_layers
 from fxpar.search.positions import modules_in
-from fxpar.search.price import DEEPEST, Candidate, Depth, Lower, anchors_of, candidate
+from fxpar.search.price import DEEPEST, Candidate, Depth, Lower, Priced, anchors_of, candidate
 from fxpar.search.repeated import FEW, of_few_stages, repeated
 from fxpar.search.space import placed_alike, without_stages
 from fxpar.search.switching import ModelSwitches, Outlines
+from fxpar.search.teams import of_teams
 
 Said = Callable[[str], object]
 
@@ -35,13 +36,15 @@ class KnownModel:
     depth: Depth
     anchors: tuple[int, ...]
     refused: dict[str, str] = field(default_factory=dict)
+    other_switches: ModelSwitches | None = None  # over links that sustain another rate there than in programs
     _candidates: dict[Strategy, Candidate | None] = field(default_factory=dict)
+    _teams: dict[Strategy, Priced | None] = field(default_factory=dict)
     _found_layers: Layers | None = None
 
     @cached_property
     def switches(self) -> ModelSwitches:
         """Each planned once."""
-        return ModelSwitches(self.cluster, self.depth, self.outlines)
+        return self.other_switches or ModelSwitches(self.cluster, self.depth, self.outlines)
 
     def candidate(self, strategy: Strategy, said: Said) -> Candidate | None:
         """Lowered once; None, and the reason among the refused, if the model cannot run under it."""
@@ -52,6 +55,19 @@ class KnownModel:
                 self.anchors = one.anchors = anchors_of(one)
             self._candidates[strategy] = one
         return self._candidates[strategy]
+
+    def priced(self, strategy: Strategy, said: Said) -> Priced | None:
+        """`candidate`, or teams side by side."""
+        if not strategy.teams:
+            return self.candidate(strategy, said)
+        if strategy not in self._teams:
+            said(f"lowering {strategy}")
+            try:
+                self._teams[strategy] = self.named(strategy)
+            except FxparError as error:
+                self.refused[str(strategy)] = str(error)
+                self._teams[strategy] = None
+        return self._teams[strategy]
 
     def _lowered(self, strategy: Strategy) -> Candidate | None:
         try:
@@ -79,6 +95,15 @@ class KnownModel:
         if self._found_layers is None:
             self._found_layers = Layers.of(list_of_layers(flat) or "", self.depth.layers, modules_in(flat.programs[1]))
         return self._found_layers
+
+    def named(self, strategy: Strategy) -> Priced:
+        """A strategy, or teams side by side, that someone names: as many are lowered as differ. Raises what
+        `fxpar.lower` raises.
+        """
+        if strategy.teams:
+            return of_teams(strategy, self.cluster, self.anchors, self.depth, self.outlines, self.named)
+        one = self.mixed(strategy)
+        return one or candidate(self.lower, strategy, self.cluster, self.depth, self.anchors)
 
     def mixed(self, strategy: Strategy) -> Candidate | None:
         """A strategy that tells the layers of a deep model apart, by rules, cuts or stages that differ; None for

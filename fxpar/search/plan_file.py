@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from fxpar.errors import FxparError, PlanFileError, nearest
-from fxpar.ir.strategy import Strategy
+from fxpar.ir.teams import formations
 from fxpar.ir.written import LONGEST, brief, read
 
 VERSION = 1
@@ -188,7 +188,7 @@ def _check_groups(path: str, plan: Plan) -> None:
         _check_tokens(path, f"{where}limit", group.limit, LONGEST)
         _check_tokens(path, f"{where}token_budget", group.token_budget, MOST_TOKENS)
         try:
-            Strategy.parse(group.strategy, world=plan.world)
+            formations(group.strategy)[0].check_world(plan.world)
         except FxparError as error:
             raise PlanFileError(path, f"{where}{error}") from error
         if group.token_budget < group.limit:

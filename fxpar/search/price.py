@@ -21,8 +21,9 @@ from itertools import pairwise
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.flowing import flowing_pace
 from fxpar.cost.group import NOMINAL_TOKENS, group_cost, of_strategy, rank_costs
-from fxpar.cost.group_cost import GroupCost
+from fxpar.cost.group_cost import Cost, GroupCost
 from fxpar.cost.polynomial import Polynomial
+from fxpar.ir.exec_graph import Program
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.memory import MemoryPrediction, RankMemory, memory_over_time, steady_micro_batches
@@ -132,8 +133,14 @@ class Priced(ABC):
 
     @property
     @abstractmethod
-    def cost(self) -> GroupCost:
-        """Of one micro-batch of a replica."""
+    def cost(self) -> Cost:
+        """Of one micro-batch of a replica; of teams side by side that of each."""
+
+    @property
+    def group_cost(self) -> GroupCost:
+        """`cost` of what is one team."""
+        assert isinstance(self.cost, GroupCost), f"{self.name} is several teams"
+        return self.cost
 
     @property
     @abstractmethod
@@ -293,17 +300,12 @@ class Candidate(Priced):
     @cached_property
     def reduce_s(self) -> float:
         """Seconds in which the gradients of a group go home."""
-        return max(extrapolated([self._reduced_s(program) for program in self.programs], float(self.steps)), 0.0)
+        seconds = [going_home_s(program, self.cluster) for program in self.programs]
+        return max(extrapolated(seconds, float(self.steps)), 0.0)
 
     @cached_property
     def pace(self) -> Pace | None:
         return flowing_pace(self.programs[0])
-
-    def _reduced_s(self, program: TrainGraph) -> float:
-        if self.strategy.world == 1:
-            return 0.0
-        terms = tuple(gradient_placements(program).items())
-        return _home_s(terms, tuple(param_specs(program)), self.strategy.world, self.cluster)
 
 
 def _params_of(program: TrainGraph, rank: int) -> int:
@@ -322,6 +324,15 @@ def memory_of_rank(one: MemoryPrediction, padding_bytes: int) -> Memory:
         gradient_bytes=one.gradient_bytes,
         staging_bytes=one.staging_bytes + one.sums_bytes,
     )
+
+
+def going_home_s(program: Program, cluster: ClusterSpec) -> float:
+    """Seconds in which the gradients of a program go home."""
+    world = program.strategy.world
+    if world == 1:
+        return 0.0
+    terms = tuple(gradient_placements(program).items())
+    return _home_s(terms, tuple(param_specs(program)), world, cluster)
 
 
 @functools.lru_cache(maxsize=1024)

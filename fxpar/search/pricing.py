@@ -10,7 +10,9 @@ from fxpar.batching import LengthGroup, RunTime, plan_batch
 from fxpar.batching.borders import Borders, by_strategy, overlap_pays
 from fxpar.batching.planner import KnownLoads
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.ir.teams import largest_team
 from fxpar.search.price import Depth, Priced
+from fxpar.search.sets import DIFFERENT
 from fxpar.search.switching import ModelSwitches, Outlines
 from fxpar.store.memory import reserved_gradients
 
@@ -106,12 +108,12 @@ class SetPricer:
     def needs(self, chosen: Sequence[tuple[int, Priced]]) -> list[int]:
         """Bytes that each group of a set needs for one sequence of its limit."""
         weights = max(one.stays.weight_bytes for _, one in chosen)
-        found = [(one, one.memory(limit * one.strategy.bins)) for limit, one in chosen]
+        found = [(one, one.memory(_least(limit, one))) for limit, one in chosen]
         return [m.stays_bytes + weights + m.beside_bytes + _beyond(one, chosen, False) for one, m in found]
 
     def _budget(self, limit: int, one: Priced, shared_bytes: int, settle: bool = False) -> int | None:
         """`shared_bytes` are those of weights, and what else the set reserves beyond this strategy."""
-        least = limit * one.strategy.bins
+        least = _least(limit, one)
         most = max(least, self.largest) if self.packed else least
         if self.memory_bytes is None:
             return most
@@ -215,6 +217,19 @@ class SetPricer:
         return found
 
 
+def guessed_border_s(one: Priced, cluster: ClusterSpec) -> float:
+    """A guess that orders sets before they are planned: weights come and gradients leave over the slowest link of a
+    rank.
+    """
+    per_s = float(cluster.bytes_per_s(between=cluster.nodes > 1))
+    return 2 * one.stays.weight_bytes / per_s if one.strategy.world > 1 else 0.0
+
+
+def _least(limit: int, one: Priced) -> int:
+    """Tokens of a micro-batch with a sequence of the limit in each bin; of teams side by side that of the largest."""
+    return limit * largest_team(one.strategy).bins
+
+
 def _beyond(one: Priced, chosen: Sequence[tuple[int, Priced]], overlap: bool) -> int:
     """What a session reserves beyond what this strategy needs: room for the largest messages of the set, and for its
     accumulators.
@@ -230,6 +245,15 @@ def moved_tokens(plan: PricedSet, other: PricedSet) -> float:
     mine, theirs = _tokens(plan), _tokens(other)
     names = mine.keys() | theirs.keys()
     return sum(abs(mine.get(name, 0.0) - theirs.get(name, 0.0)) for name in names) / 2
+
+
+def different(plans: Sequence[PricedSet], pricer: SetPricer) -> list[PricedSet]:
+    """Without sets that run nearly all tokens as a better one does, which stands before them."""
+    kept: list[PricedSet] = []
+    for plan in plans:
+        if all(moved_tokens(plan, other) > DIFFERENT * pricer.mean_tokens for other in kept):
+            kept.append(plan)
+    return kept
 
 
 def _tokens(plan: PricedSet) -> dict[str, float]:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fxpar.cost.group_cost import GroupCost
+from fxpar.cost.group_cost import Cost
 from fxpar.ir.strategy import Strategy
 from fxpar.search.bounds import Intervals, least_seconds
 from fxpar.search.price import Candidate, Priced
-from fxpar.search.pricing import SetPricer
+from fxpar.search.pricing import SetPricer, guessed_border_s
 
 WORTH = 0.002  # of a group's seconds: what rules must promise to be lowered, and of a set's what they must win
 Chosen = Sequence[tuple[int, Priced]]
@@ -52,16 +52,12 @@ class Group:
         if groups is None:
             return np.inf
         budget = next(g.token_budget for g in groups if g.limit == self.limit)
-        return self._least_s(one, budget, one.cost) + self._border_s(one)
+        return self._least_s(one, budget, one.cost) + guessed_border_s(one, self.pricer.cluster)
 
-    def at_best(self, one: Priced, cost: GroupCost) -> float:
+    def at_best(self, one: Priced, cost: Cost) -> float:
         """With all memory in the world, at such a cost."""
-        return self._least_s(one, max(self.limit, self.pricer.largest), cost) + self._border_s(one)
+        least_s = self._least_s(one, max(self.limit, self.pricer.largest), cost)
+        return least_s + guessed_border_s(one, self.pricer.cluster)
 
-    def _least_s(self, one: Priced, budget: int, cost: GroupCost) -> float:
+    def _least_s(self, one: Priced, budget: int, cost: Cost) -> float:
         return float(least_seconds(cost, one.strategy, [budget], self.load)[:, 0, 0].mean())
-
-    def _border_s(self, one: Priced) -> float:
-        """A guess, as sets are ranked with: weights come and gradients leave over the slowest link of a rank."""
-        cluster = self.pricer.cluster
-        return 2 * one.stays.weight_bytes / float(cluster.bytes_per_s(between=cluster.nodes > 1))

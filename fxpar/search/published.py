@@ -27,7 +27,7 @@ H20_COLLECTIVES = replace(
     inter_gb_per_s=A800_COLLECTIVES.inter_gb_per_s,
 )
 # Seconds of a step of the same model on them, 200,000 tokens of CommonCrawl of at most 32K each, as HSPMD reports them.
-HSPMD_S = {"HotSPa": 19.56, "Megatron": 27.94}
+HSPMD_S = {"HSPMD": 12.56, "HotSPa": 19.56, "Megatron": 27.94}
 HSPMD_TOKENS, HSPMD_LENGTHS = 200_000, "commoncrawl:32768"
 
 MODEL_32B = {"dim": "6656", "heads": "64", "kv_heads": "64", "ffn": "17920", "vocab": "30592"}
@@ -39,6 +39,15 @@ LAYOUTS = {
     "4.4.2": "dp4.pp2.tp4+sp",
     "4.2.4": "dp4.pp4.tp2+sp",
     "8.4.1": "dp8.tp4+sp",
+}
+
+
+# What HSPMD ran there, (tp, pp) of each pipeline: A is (16, 1) beside four of (4, 1), B is (8, 1) beside three of
+# (4, 2); switched between steps by the longest sequence. Up to which it ran B is not published: here up to the length
+# that HotSPa's artifact gives to eight devices.
+HSPMD_SETS = {
+    16 * 1024: ("B", "tp8+sp | pp2.tp4+sp | pp2.tp4+sp | pp2.tp4+sp"),
+    32 * 1024: ("A", "tp16+sp | dp4.tp4+sp"),
 }
 
 

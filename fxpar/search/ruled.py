@@ -60,7 +60,7 @@ class RuleSearch:
     def better(self, chosen: Chosen, best: PricedSet) -> tuple[PricedSet, Chosen]:
         """A settled set, or a faster one of as many strategies, some of them with rules."""
         for proposals in (self._stages, self._roles):
-            for one in list({one.name: one for _, one in chosen}.values()):
+            for one in list({one.name: one for _, one in chosen if not one.strategy.teams}.values()):
                 group = self._group(chosen, one, best)
                 if group is not None:
                     chosen, best = self._decided(group, list(proposals(group, one)), best)
@@ -174,4 +174,4 @@ class RuleSearch:
 
 def _taken(one: Priced, tokens: int) -> np.ndarray:
     """Bytes at the peak, seconds of a micro-batch without gradient sync, seconds of that."""
-    return np.array([one.memory(tokens).peak_bytes, one.cost.seconds([tokens]), one.reduce_s])
+    return np.array([one.memory(tokens).peak_bytes, one.group_cost.seconds([tokens]), one.reduce_s])

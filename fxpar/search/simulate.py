@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import OneTeamError, PlanOptionError, SequenceFitsNowhereError, SetDoesNotFitError
+from fxpar.errors import PlanOptionError, SequenceFitsNowhereError, SetDoesNotFitError
 from fxpar.ir.module_rules import split_outside
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.written import LONGEST
@@ -14,7 +14,7 @@ from fxpar.search.bounds import Intervals, least_seconds
 from fxpar.search.driver import PLANNED
 from fxpar.search.known import KnownModel
 from fxpar.search.lengths import length_edges
-from fxpar.search.price import Candidate, Lower, anchors_of, candidate, optimizer_s
+from fxpar.search.price import Lower, Priced, anchors_of, optimizer_s
 from fxpar.search.pricing import PricedSet, SetPricer
 from fxpar.search.sets import ranked_sets
 
@@ -28,16 +28,13 @@ class Named:
 
     @classmethod
     def parse(cls, text: str) -> Named:
-        """`dp4` or `dp4:4096`. Raises StrategySyntaxError, PlanOptionError, OneTeamError."""
+        """`dp4` or `dp4:4096`. Raises StrategySyntaxError, PlanOptionError."""
         name = split_outside(text, ":")[0]
         colon, limit = text[len(name) : len(name) + 1], text[len(name) + 1 :]
         if colon and not (limit.isascii() and limit.isdigit() and len(limit) < 20 and 1 <= int(limit) <= LONGEST):
             why = f"write a number of tokens from 1 to {LONGEST:,} behind the colon, such as {name}:4096"
             raise PlanOptionError("--set", text, why)
-        strategy = Strategy.parse(name)
-        if strategy.teams:
-            raise OneTeamError("fxpar simulate", name, list(map(str, strategy.teams)))
-        return cls(strategy, int(limit) if colon else None)
+        return cls(Strategy.parse(name), int(limit) if colon else None)
 
 
 @dataclass(frozen=True)
@@ -76,9 +73,8 @@ def simulate(
     named = _checked(named, longest)
     anchors = (min(256, longest), max(pricer.largest, 2 * longest))
     cluster = inside or pricer.cluster
-    mixed = KnownModel(lower, pricer.outlines, cluster, pricer.depth, anchors).mixed
-    strategies = [one.strategy for one in named]
-    found = [mixed(one) or candidate(lower, one, cluster, pricer.depth, anchors) for one in strategies]
+    known = KnownModel(lower, pricer.outlines, cluster, pricer.depth, anchors)
+    found = [known.named(one.strategy) for one in named]
     anchors = anchors_of(found[0])
     for one in found:
         one.anchors = anchors
@@ -118,11 +114,11 @@ def _checked(named: Sequence[Named], longest: int) -> list[Named]:
     return sorted(named, key=lambda one: one.limit or max(longest, *limits) + 1)
 
 
-def _with_best_limits(found: Sequence[Candidate], longest: int, pricer: SetPricer, tries: int) -> PricedSet | None:
+def _with_best_limits(found: Sequence[Priced], longest: int, pricer: SetPricer, tries: int) -> PricedSet | None:
     intervals = Intervals(length_edges(longest), pricer.batches)
     edges = intervals.edges
     seconds = [least_seconds(one.cost, one.strategy, pricer.budgets(one, edges), intervals) for one in found]
-    best: tuple[PricedSet, list[tuple[int, Candidate]]] | None = None
+    best: tuple[PricedSet, list[tuple[int, Priced]]] | None = None
     for ranked in ranked_sets(seconds, [0.0] * len(found), intervals, len(found))[:tries]:
         if best is not None and ranked.least_s + pricer.optimizer_s >= best[0].predicted_s:
             continue
@@ -138,7 +134,7 @@ def _with_best_limits(found: Sequence[Candidate], longest: int, pricer: SetPrice
     return plan if len(used) == len(chosen) else pricer.price(used, settle=True)
 
 
-def _does_not_fit(limited: Sequence[tuple[int, Candidate]], pricer: SetPricer) -> SetDoesNotFitError:
+def _does_not_fit(limited: Sequence[tuple[int, Priced]], pricer: SetPricer) -> SetDoesNotFitError:
     """For the strategy that needs most."""
     room, needs = pricer.memory_bytes or 0, pricer.needs(limited)
     (limit, one), most = max(zip(limited, needs, strict=True), key=lambda pair: pair[1])
@@ -146,6 +142,6 @@ def _does_not_fit(limited: Sequence[tuple[int, Candidate]], pricer: SetPricer) -
     return SetDoesNotFitError(one.name, limit, room, most, one.memory(limit).peak_bytes, last)
 
 
-def _too_long(found: Iterable[Candidate], longest: int, pricer: SetPricer) -> SequenceFitsNowhereError:
+def _too_long(found: Iterable[Priced], longest: int, pricer: SetPricer) -> SequenceFitsNowhereError:
     one = min(found, key=lambda each: each.memory(longest).peak_bytes)
     return SequenceFitsNowhereError(longest, pricer.memory_bytes or 0, one.name, one.memory(longest).peak_bytes)

@@ -15,8 +15,9 @@ from functools import cached_property
 
 import numpy as np
 
+from fxpar.batching import LengthGroup, plan_batch
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.group_cost import GroupCost
+from fxpar.cost.group_cost import Cost, GroupCost
 from fxpar.ir.strategy import Strategy
 from fxpar.search.published import COMBINATIONS, EDGES, LAYOUTS, OTHERS_S, SHORTEST_ROW, STATIC, Band
 from fxpar.switch import ParamLayout
@@ -176,6 +177,37 @@ def pair(
         SimulatedTotal("CommonCrawl", name, sum(mean_s(costs, drawn, b) for b in COMBINATIONS[name]), seconds, static_s)
         for name, seconds in switches_s.items()
     ]
+
+
+@dataclass(frozen=True)
+class SimulatedFormation:
+    """HSPMD's strategies side by side on the mini-batches whose longest sequence they are for: how many those are, and
+    mean seconds of what they run, and of the weights' and gradients' way from home and back (0 where there are none).
+    """
+
+    name: str
+    strategy: str
+    limit: int
+    mini_batches: int
+    runs_s: float
+    borders_s: float
+
+
+def formations(
+    prices: Mapping[int, tuple[str, Strategy, Cost, float]], drawn: Sequence[np.ndarray]
+) -> list[SimulatedFormation]:
+    """`prices` by limit: name, strategy, what its teams take, and the seconds of weights and gradients. A sequence runs
+    in one of the teams, in micro-batches of as many tokens per rank as the widest team has with one of the limit.
+    """
+    found, below = [], 0
+    for limit, (name, strategy, cost, borders_s) in sorted(prices.items()):
+        group = LengthGroup(limit, strategy, limit)
+        mine = [lengths.tolist() for lengths in drawn if below < lengths.max() <= limit]
+        runs = [plan_batch(lengths, [group], [cost], lambda *_: 0.0).predicted_s for lengths in mine]
+        mean_s = sum(runs) / len(runs) if runs else 0.0
+        found.append(SimulatedFormation(name, str(strategy), limit, len(mine), mean_s, borders_s))
+        below = limit
+    return found
 
 
 def chain_s(layouts: Mapping[str, ParamLayout], cluster: ClusterSpec) -> dict[str, float]:

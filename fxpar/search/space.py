@@ -73,6 +73,8 @@ def placed_alike(strategy: Strategy) -> Strategy:
     """The one that stands for all under which parameters lie as they do here: what is recomputed moves none, chunks of
     the loss and the schedule of one stage per rank do not.
     """
+    if strategy.teams:
+        return replace(strategy, teams=tuple(map(placed_alike, strategy.teams)))
     if strategy.by_stage:
         alike = replace(strategy, by_stage=tuple(map(placed_alike, strategy.by_stage)))
         return replace(alike, pipeline=replace(strategy.pipeline, schedule="1f1b"))
@@ -83,9 +85,9 @@ def placed_alike(strategy: Strategy) -> Strategy:
 
 
 def rescheduled(strategy: Strategy) -> Strategy | None:
-    """Under FASTER_SCHEDULE; None if there are no stages."""
+    """Under FASTER_SCHEDULE; None if there are no stages, or if it is several teams."""
     faster = replace(strategy.pipeline, schedule=FASTER_SCHEDULE)
-    return replace(strategy, pipeline=faster) if strategy.pipeline_size > 1 else None
+    return replace(strategy, pipeline=faster) if strategy.pipeline_size > 1 and not strategy.teams else None
 
 
 def also_tried(strategy: Strategy, offload: bool) -> tuple[Strategy, ...]:

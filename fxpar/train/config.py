@@ -14,7 +14,8 @@ from typing import Any, Literal
 from fxpar.batching import length_groups
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ConfigError, ConfigFileError, FxparError, MaxLengthError, nearest
-from fxpar.ir.strategy import MOST_RANKS, Strategy
+from fxpar.ir.strategy import MOST_RANKS
+from fxpar.ir.teams import formations
 from fxpar.ir.written import LONGEST, OutOfBoundsError, read
 from fxpar.train.schema import from_table, shown
 from fxpar.train.strategies import AUTO, auto_problems, group_problems, read_strategies
@@ -201,7 +202,7 @@ class TrainConfig:
         """Number of ranks that the strategies need, or shall be chosen for."""
         if not self.strategies:
             return self.run.ranks or 1
-        return Strategy.parse(self.strategies[-1][1]).world
+        return formations(self.strategies[-1][1])[0].world
 
     @property
     def max_length(self) -> int:

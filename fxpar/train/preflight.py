@@ -26,7 +26,7 @@ from fxpar.errors import (
     RunInUseError,
     TooManyRanksError,
 )
-from fxpar.ir.strategy import Strategy
+from fxpar.ir.teams import formations
 from fxpar.store.schedule import check_order
 from fxpar.train.config import TrainConfig, described_cluster
 from fxpar.train.model import VOCAB_MULTIPLE, shapes_for, shapes_of
@@ -60,7 +60,8 @@ def check_parts(config: TrainConfig) -> None:
     raises.
     """
     if config.engine.order is not None and config.strategies:
-        check_order(config.engine.order, [*dict.fromkeys(str(Strategy.parse(text)) for _, text in config.strategies)])
+        names = [str(one) for _, text in config.strategies for one in formations(text)]
+        check_order(config.engine.order, list(dict.fromkeys(names)))
     if config.data.source not in [name for name, kind in KINDS.items() if not kind.at_path]:
         globs = () if config.data.glob is None else (config.data.glob,)
         files = list_files(check_source(config.data.source), globs)

@@ -27,7 +27,7 @@ from fxpar.errors import (
     StrategyWorldsError,
     VizDependencyError,
 )
-from fxpar.ir.strategy import Strategy
+from fxpar.ir.teams import formations
 from fxpar.monitor import Monitor, looks_like_peer_loss, print_and_exit, unwatched
 from fxpar.runtime.planned import on_rank_0, parameters_of
 from fxpar.runtime.report import merged_text, ride_text
@@ -119,7 +119,7 @@ def run_rank(job: Job, stop: StopRequest) -> Outcome:
     config = job.config
     rank, world, local_rank = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if world != config.world:
-        sizes = {limit: (text, Strategy.parse(text).world) for limit, text in config.strategies}
+        sizes = {limit: (text, formations(text)[0].world) for limit, text in config.strategies}
         raise StrategyWorldsError(sizes or {config.max_length: (AUTO, config.world)}, world)
     torch.set_num_threads(config.run.threads)
     device = choose_device(config.run.device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world)))

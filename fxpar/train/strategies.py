@@ -9,7 +9,7 @@ from typing import Any
 from fxpar.batching import length_groups
 from fxpar.errors import FxparError, nearest
 from fxpar.errors.base import one_line
-from fxpar.ir.strategy import Strategy
+from fxpar.ir.teams import formations
 from fxpar.ir.written import LONGEST
 from fxpar.train.schema import shown
 
@@ -48,7 +48,7 @@ def read_strategies(table: Any, data: Any, problems: list[str]) -> tuple[tuple[i
             problems.append(f'strategies.{key} = {shown(text)} must be a strategy such as "dp2.tp2"')
         else:
             try:
-                Strategy.parse(text)
+                formations(text)
                 found.append((int(key), text))
             except FxparError as error:
                 problems.append(f"strategies.{key}: {error}")
@@ -62,7 +62,7 @@ def group_problems(strategies: Sequence[tuple[int, str]], ranks: Any) -> list[st
     if not strategies or not (ranks is None or (type(ranks) is int and ranks > 0)):
         return []
     try:
-        length_groups(dict(strategies), world=ranks or Strategy.parse(strategies[-1][1]).world)
+        length_groups(dict(strategies), world=ranks or formations(strategies[-1][1])[0].world)
     except FxparError as error:
         return [str(error)]
     return []

@@ -65,6 +65,21 @@ def test_bad_limit(limit):
         length_groups({limit: "dp4"}, world=4)
 
 
+def test_rounds_are_a_group_for_each_formation():
+    """Each takes what its largest team holds, with as many tokens per rank."""
+    groups = length_groups({100: "tp4", 800: "rounds(cp4)"}, world=4)
+    assert [(g.limit, str(g.strategy), g.token_budget) for g in groups] == [
+        (100, "tp4", 800),
+        (200, "dp4", 200),
+        (400, "dp2.cp2", 400),
+        (400, "cp2 | dp2", 400),
+        (800, "cp4", 800),
+    ]
+    assert [g.limit for g in length_groups({800: "rounds(cp4)"}, world=4, token_budget=2000)] == [500, 800, 800, 800]
+    with pytest.raises(StrategyWorldsError):
+        length_groups({800: "rounds(cp8)"}, world=4)
+
+
 def test_unequal_worlds_name_every_size():
     with pytest.raises(StrategyWorldsError, match=r"all 4 ranks.*'dp4' .*uses 4.*'dp2.tp4' .*uses 8"):
         length_groups({8: "dp4", 16: "dp2.tp4"}, world=4)

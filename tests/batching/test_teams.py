@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+from dataclasses import astuple
 
 import pytest
 from hypothesis import example, given
@@ -14,6 +16,7 @@ from fxpar.batching.teams import TeamsLoad, team_rules
 from fxpar.cost.group_cost import TeamsCost
 from fxpar.errors import TokenBudgetError
 from fxpar.ir.strategy import Strategy
+from fxpar.rounds import TeamCost, plan_rounds
 from tests.batching.planning import SQUARE, no_switches, seconds
 
 FORMATIONS = ("cp4 | cp2 | dp2", "cp2 | dp1 | dp1", "tp2 > tp2 | dp4", "dp2+zero3 | cp2", "rows2 | dp2", "cp2 | cp2")
@@ -98,6 +101,48 @@ def test_a_long_sequence_leaves_the_others_to_the_small_teams():
     (part,) = plan_batch(lengths, groups, [TeamsCost((wide, narrow))], no_switches).groups
     assert next(micro.sequences for micro in part.replicas[0]) == (0,)
     assert sum(len(micro.sequences) for replica in part.replicas[1:] for micro in replica) >= 28
+
+
+def test_rounds_are_chosen_as_well_as_where_nothing_else_is_planned():
+    """Formations are groups like others, and the planner of mini-batches is no worse at rounds than the one of rounds
+    alone, which cuts lengths where it likes, but whose teams wait for each other.
+    """
+    devices, longest, rng = 8, 16384, random.Random(0)
+    groups = length_groups({longest: "rounds(cp8)"}, world=devices)
+
+    def sent(degree: int) -> float:
+        return 0.0 if degree == 1 else 2e-6 * (7 if degree > 4 else 1)
+
+    def of_degree(degree: int) -> GroupCost:
+        return GroupCost(5e-3, (2e-5 + sent(degree)) / degree, 2e-9 / degree)
+
+    costs = []
+    for group in groups:
+        teams = tuple(of_degree(team.strategy.world // team.replicas) for team in group.teams)
+        costs.append(TeamsCost(teams) if group.strategy.teams else teams[0])
+    tables = {
+        degree: TeamCost(*(1e3 * value for value in astuple(of_degree(degree))[:3]), 2048 * degree)
+        for degree in (1, 2, 4, 8)
+    }
+    took, alone, bound, chosen = 0.0, 0.0, 0.0, set()
+    for number in range(4):
+        lengths = [min(longest, int(rng.lognormvariate(6.2, 1.4)) + 1) for _ in range(64)] + [14000] * (number % 2)
+        plan = plan_batch(lengths, groups, costs, no_switches)
+        chosen.add(tuple(part.strategy for part in plan.groups))
+        rounds = plan_rounds(lengths, devices, tables, devices_per_node=4)
+        took, alone, bound = took + plan.predicted_s, alone + rounds.predicted_ms / 1e3, bound + rounds.any_cut_bound_ms
+    assert took <= 1.01 * alone
+    assert took <= 1.05 * bound / 1e3
+    assert len(chosen) >= 3  # not the same rounds in each mini-batch
+
+
+def test_another_formation_is_no_merged_group():
+    """Sequences of one limit have several formations to run in."""
+    groups = length_groups({LIMIT: "rounds(cp4)"}, world=4)
+    costs = [costs_of(str(g.strategy)) if g.strategy.teams else SQUARE.times(1 + (g.replicas > 1)) for g in groups]
+    plan = plan_batch([30, 8, 3], groups[1:3], costs[1:3], no_switches)
+    assert [part.group for part in plan.groups] == [1]
+    assert not plan.merged
 
 
 def test_budgets_are_those_of_the_largest_team():

@@ -15,7 +15,7 @@ import fxpar
 from fxpar import losses
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.pipeline_graph import TrainGraph
-from fxpar.ir.strategy import Strategy
+from fxpar.ir.teams import formations
 from fxpar.lowering import lower
 from fxpar.models import load
 from fxpar.models.builtin import packed_lm_loss
@@ -59,7 +59,7 @@ def compiled(
     precision: str | None = None,
 ) -> CompiledModel:
     """What `compile_strategies` makes, captured once for a `make` and lowered once for each strategy."""
-    names = [str(Strategy.parse(text)) for text in strategies]
+    names = [str(one) for text in strategies for one in formations(text)]
     programs = {name: _lowered(make, name, precision) for name in names}
     return CompiledModel(_captured(make), programs, {}, as_precision(precision), _rows(make).packing)
 

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fxpar.batching import LengthGroup, plan_batch
-from fxpar.cost.group_cost import GroupCost
+from fxpar.cost.group_cost import GroupCost, TeamsCost
 from fxpar.ir.strategy import Strategy
 from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
 
@@ -60,6 +60,27 @@ def test_no_set_takes_less_than_the_bound(several, lengths, most):
                 groups = list(zip((*limits, EDGES[-1]), chosen, strict=True))
                 took = [planned_s(batch, groups, 300) for batch in lengths]
                 assert bound <= np.mean(took) * (1 + 1e-9) + 1e-12
+
+
+@given(
+    st.sampled_from(["cp2 | dp1 | dp1", "cp2 | dp2", "tp2 > tp2 | dp4", "rows2 | dp2", "dp2+zero3 | cp2"]),
+    st.lists(st.tuples(seconds, seconds, seconds), min_size=3, max_size=3),
+    st.sampled_from([1.0, 2.0]),
+    batches,
+)
+def test_teams_take_at_least_their_bound(formation, numbers, shared_by, lengths):
+    strategy, budget = Strategy.parse(formation), 2 * EDGES[-1]
+    cost = TeamsCost(
+        tuple(
+            GroupCost(a, b / 100, c / 10_000, team.pipeline_size, shared_by=shared_by)
+            for team, (a, b, c) in zip(strategy.teams, numbers, strict=False)
+        )
+    )
+    found = Intervals(EDGES, tuple(map(tuple, lengths)))
+    least = least_seconds(cost, strategy, [budget] * 3, found)
+    for number, batch in enumerate(lengths):
+        took = planned_s(batch, [(EDGES[-1], (strategy, cost))], budget)
+        assert least[number, 0, 2] <= took * (1 + 1e-9) + 1e-12
 
 
 def test_what_does_not_fit_takes_forever():

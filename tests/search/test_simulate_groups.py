@@ -5,18 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fxpar.cost.group_cost import GroupCost
+from fxpar.cost.group_cost import GroupCost, TeamsCost
+from fxpar.ir.strategy import Strategy
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.published import (
     COMBINATIONS,
     HSPMD_LENGTHS,
     HSPMD_S,
+    HSPMD_SETS,
     HSPMD_TOKENS,
     SPEEDUPS,
     STATIC_S,
     TOTALS,
 )
-from fxpar.search.simulate_groups import Dataset, packed, pair, table_3
+from fxpar.search.simulate_groups import Dataset, formations, packed, pair, table_3
 
 # What the commands work out, on A800 and on H20.
 COSTS = {
@@ -32,6 +34,11 @@ COSTS_OF_H20 = {
     "2.8.2": GroupCost(0.05296, 1.0322e-04, 2.0463e-09, stages=2),
     "4.4.2": GroupCost(0.05905, 1.9369e-04, 4.0925e-09, stages=2),
     "4.2.4": GroupCost(0.03610, 1.8973e-04, 4.0925e-09, stages=4),
+}
+_SIDE = GroupCost(0.05905, 1.9364e-04, 4.0925e-09, stages=2)
+COSTS_OF_FORMATIONS = {
+    "B": (GroupCost(0.10540, 2.0527e-04, 4.0925e-09), _SIDE, _SIDE, _SIDE),
+    "A": (GroupCost(0.09929, 1.5991e-04, 2.0463e-09), GroupCost(0.11762, 3.8497e-04, 8.1851e-09)),
 }
 # Said in docs/simulate.md with the reason.
 MISSED = {
@@ -79,6 +86,22 @@ def test_the_pair_of_hspmd_is_within_a_tenth():
         assert one.speedup == pytest.approx(HSPMD_S["Megatron"] / HSPMD_S["HotSPa"], rel=0.1), one
         assert one.static_s == pytest.approx(HSPMD_S["Megatron"], rel=0.1)
         assert one.groups_s + one.switches_s == pytest.approx(HSPMD_S["HotSPa"], rel=0.1)
+
+
+def test_hspmd_against_hotspa_is_within_a_tenth():
+    """1.56: its strategies side by side, at the prices that the command works out, against the sets of the pair."""
+    drawn = [np.array(one) for one in mini_batches(read_lengths(HSPMD_LENGTHS), HSPMD_TOKENS, 24)]
+    prices = {
+        limit: (name, Strategy.parse(text), TeamsCost(COSTS_OF_FORMATIONS[name]), 0.8)
+        for limit, (name, text) in HSPMD_SETS.items()
+    }
+    found = formations(prices, drawn)
+    assert [(one.name, one.mini_batches) for one in found] == [("B", 20), ("A", 4)]
+    total = sum(one.mini_batches * (one.runs_s + one.borders_s) for one in found) / len(drawn)
+    assert total == pytest.approx(HSPMD_S["HSPMD"], rel=0.1)
+    for one in pair(COSTS_OF_H20, drawn, {name: SWITCHES_S[name] for name in ("C1", "C2")}):
+        ratio = (one.groups_s + one.switches_s) / total
+        assert ratio == pytest.approx(HSPMD_S["HotSPa"] / HSPMD_S["HSPMD"], rel=0.1), one
 
 
 def test_rows_hold_all_documents():

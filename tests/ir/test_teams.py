@@ -1,0 +1,69 @@
+"""Formations of rounds: every way to cut the ranks of a strategy into teams of a power of two."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from fxpar.errors import StrategySyntaxError
+from fxpar.ir.strategy import Strategy
+from fxpar.ir.teams import formations
+
+
+def sizes(strategy: Strategy) -> tuple[int, ...]:
+    """Ranks of each replica of each team."""
+    teams = strategy.teams or (strategy,)
+    return tuple(team.world // team.replicas for team in teams for _ in range(team.replicas))
+
+
+@pytest.mark.parametrize(("text", "ranks", "least"), [("cp1", 1, 1), ("cp4", 4, 1), ("cp8", 8, 1), ("cp32", 32, 4)])
+def test_every_way_to_cut_the_ranks(text, ranks, least):
+    found = formations(f"rounds({text}, {least})")
+    powers = [2**power for power in range(ranks.bit_length()) if 2**power >= least]
+    want = {
+        cut
+        for count in range(1, ranks // least + 1)
+        for cut in itertools.combinations_with_replacement(sorted(powers, reverse=True), count)
+        if sum(cut) == ranks
+    }
+    assert {sizes(one) for one in found} == want
+    assert len(found) == len(want)
+    assert sizes(found[0]) == (ranks,)
+
+
+def test_no_team_straddles_a_multiple_of_its_size():
+    for one in formations("rounds(cp8)"):
+        for number, team in enumerate(one.teams):
+            assert one.of_team(number).offset % (team.world // team.replicas) == 0
+
+
+def test_a_team_is_the_strategy_on_fewer_ranks():
+    names = [str(one) for one in formations("rounds(ring2.cp2+remat)")]
+    assert names == ["ring2.cp2+remat", "dp2.cp2+remat", "cp2+remat | dp2+remat", "dp4+remat"]
+    assert [str(one) for one in formations("rounds(tp2+sp)")] == ["tp2+sp", "dp2"]
+
+
+def test_other_strategies_are_what_they_are():
+    strategy = Strategy.parse("cp2 | dp2")
+    assert formations(strategy) == formations("cp2 | dp2") == (strategy,)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("rounds(dp4)", "axes tp, cp, ring"),
+        ("rounds(cp2.rows2)", "axes tp, cp, ring"),
+        ("rounds(cp2 | cp2)", "one strategy"),
+        ("rounds(cp4[*.ffn: tp4])", "without rules"),
+        ("rounds(cp6)", "powers of two up to 6"),
+        ("rounds(cp4, 3)", "powers of two"),
+        ("rounds(cp4, 8)", "powers of two up to 4"),
+        ("rounds(cp16)", r"write rounds\(cp16, 2\)"),
+        ("rounds(cq4)", "cq4"),
+        ("rounds(cp4", "an axis is"),
+    ],
+)
+def test_what_cannot_be_cut(text, why):
+    with pytest.raises(StrategySyntaxError, match=why):
+        formations(text)

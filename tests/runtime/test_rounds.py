@@ -1,0 +1,58 @@
+"""Rounds that are chosen for each mini-batch: whatever runs where, gradients are those of one device."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from fxpar.runtime.engine import Replanned
+from fxpar.runtime.forked import run_forked
+from tests.runtime.hot import largest_error, one_device, parallel, precompile, sequences, shallow
+
+STRATEGIES = {192: "rounds(cp4)"}
+LENGTHS = (5, 60, 33, 17, 130, 8, 90, 12, 45, 2, 21, 7, 30)
+PLANS = 20
+
+
+def under_random_plans(rank: int) -> list[tuple[list[str], float, dict[str, Any]]]:
+    """The same mini-batch with the same weights in different plans: those for random limits, with random costs."""
+    model, batch = parallel(shallow, strategies=STRATEGIES, merge=True), sequences(3, LENGTHS)
+    engine, rng, found = model.fxpar_session.engine, random.Random(7), []
+    seen: set[str] = set()
+    while len(seen) < PLANS:
+        *shorter, longest = (group.limit for group in engine.opened)
+        limits = sorted(int(limit * rng.uniform(0.2, 1)) for limit in shorter)
+        factors = tuple(10 ** rng.uniform(-1, 1) for _ in engine.opened)
+        engine.replan(Replanned((*limits, longest), factors, 10 ** rng.uniform(-3, 0)))
+        plan = model.plan(batch)
+        if plan.fingerprint() in seen:
+            continue
+        seen.add(plan.fingerprint())
+        report = model.train_step(batch)
+        grads = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+        found.append(([group.strategy for group in report.groups], report.loss, grads))
+        model.zero_grad()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ran():
+    precompile(shallow, STRATEGIES)
+    return run_forked(4, under_random_plans)[0]
+
+
+def test_no_plan_changes_a_gradient(ran):
+    want = one_device(shallow(), [sequences(3, LENGTHS)], clip=None)
+    assert len(ran) == PLANS
+    for _, loss, grads in ran:
+        assert loss == pytest.approx(want["losses"][0], rel=1e-12)
+        assert largest_error(grads, want["grads"]) <= 1e-10
+
+
+def test_plans_have_all_rounds(ran):
+    """Several in one mini-batch, and every formation of four ranks in some plan."""
+    rounds = [names for names, *_ in ran]
+    assert max(map(len, rounds)) >= 2
+    assert {name for names in rounds for name in names} == {"cp4", "dp2.cp2", "cp2 | dp2", "dp4"}
