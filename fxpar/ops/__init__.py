@@ -6,6 +6,7 @@ of the global tensors: what it must know about the slice is an argument.
 
     attention, attention_backward          softmax attention of every kind, `fxpar.ops.attention`
     attention_block, ..._backward          one step of it in a ring of ranks, `fxpar.ops.ring_steps`
+    hash_rows, cluster_rows, ...           rows that reach their expert as one, `fxpar.ops.compress`
     cross_entropy, cross_entropy_backward  over a slice of the classes, `fxpar.ops.cross_entropy`
     dropout                                same mask under any slicing, `fxpar.ops.dropout`
     embedding, embedding_backward          in a slice of the table, `fxpar.ops.embedding`
@@ -14,6 +15,6 @@ of the global tensors: what it must know about the slice is an argument.
 
 from __future__ import annotations
 
-from fxpar.ops import attention, cross_entropy, dropout, embedding, experts, ring_steps
+from fxpar.ops import attention, compress, cross_entropy, dropout, embedding, experts, ring_steps
 
-__all__ = ["attention", "cross_entropy", "dropout", "embedding", "experts", "ring_steps"]
+__all__ = ["attention", "compress", "cross_entropy", "dropout", "embedding", "experts", "ring_steps"]
