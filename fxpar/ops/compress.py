@@ -63,7 +63,7 @@ def _planes(width: int, columns: int, seed: int, dtype: torch.dtype, device: tor
     return uniform_numbers(width * columns, seed).view(width, columns).to(device, dtype)
 
 
-# ------------------------------------------------------------------------------------------------ which rows go together
+# ----------------------------------------------------------------------------------------------- which rows go together
 def _hash(x: Tensor, hashes: int, columns: int, seed: int) -> Tensor:
     """The code [...] int64 of each row of x [..., D]. A hash is the axis of the largest of `columns` coordinates, and
     its sign (cross-polytope, Andoni et al., arXiv 1509.02897); coordinates are products with random vectors, those of
@@ -130,7 +130,7 @@ def _of_rank(ids_of: Tensor, ids: Tensor, experts: int) -> Tensor:
     return ids_of.masked_fill(ids_of == experts, -1).view(-1, *(1,) * (ids.dim() - 1))
 
 
-# ------------------------------------------------------------------------------------------------ means, and back
+# ------------------------------------------------------------------------------------------------------ means, and back
 def _sum(x: Tensor, cluster: Tensor, sizes: Tensor) -> Tensor:
     """The sums [C, 1, D] of the rows [N, K, D] of each cluster, in fp32 or wider and in a fixed order."""
     wide, shape = compute_dtype(x.dtype), (sizes.shape[0], *(1,) * (x.dim() - 2), x.shape[-1])
@@ -182,7 +182,7 @@ def _restore_backward(grad: Tensor, cluster: Tensor, sizes: Tensor) -> Tensor:
     return _sum(grad, cluster, sizes).to(grad.dtype)
 
 
-# ------------------------------------------------------------------------------------------------ what does not fit
+# ---------------------------------------------------------------------------------------------------- what does not fit
 def _check_budget(codes: Tensor, ids: Tensor, experts: int, buckets: int, hashes: int, rate: float, least: int) -> None:
     if codes.shape != ids.shape:
         raise OpInputError("cluster_rows", f"codes {tuple(codes.shape)} are not one for each of ids {tuple(ids.shape)}")

@@ -68,7 +68,7 @@ def token_numbers(sequences: Iterable[tuple[int, int]]) -> Tensor:
 
 
 def uniform_numbers(count: int, seed: int) -> Tensor:
-    """Numbers between -1 and 1, float64 [count], from 31 bits of the stream of `seed` each: the same on every machine."""
+    """Numbers between -1 and 1, float64 [count], of 31 bits of the stream of `seed` each: the same everywhere."""
     state = torch.arange(count) * _GAMMA + _mix_int(_signed((seed + 1) * _GAMMA))
     return (_mix(state) >> 33).double().mul_(2.0**-30)
 
