@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fxpar.ir.dist_config import P, R, Shard
-from fxpar.rules.option import Factor, Option, OpView, Seed, TensorRef, from_factors
+from fxpar.rules.option import Factor, Option, OpView, Seed, TensorRef, from_factors, linear
 from fxpar.rules.sub_axes import nest
 
 
@@ -172,3 +172,22 @@ def embedding_backward(op: OpView, degree: int, seed: Seed, shard: Shard) -> lis
         *(Factor((d, d, None), ("sum",)) for d in range(rank)),
     ]
     return from_factors(factors, op, degree, seed, shard)
+
+
+def expert_mm_factors(op: OpView) -> list[Factor]:
+    """(x [..., D], weight [E, D, F], ids [...]) -> [..., F]: rows, columns of the weights, and a sum over D."""
+    rank = len(op.inputs[2])
+    rows = [Factor((d, None, d), (d,)) for d in range(rank)]
+    return [*rows, Factor((None, 2, None), (rank,)), Factor((rank, 1, None), ("sum",))]
+
+
+def expert_mm_backward_factors(op: OpView) -> list[Factor]:
+    """(grad [..., F], x [..., D], ids [...]) -> dweight [E, D, F]: a sum over rows, and both dims of the weights."""
+    rank = len(op.inputs[2])
+    rows = [Factor((d, d, d), ("sum",)) for d in range(rank)]
+    return [*rows, Factor((None, rank, None), (1,)), Factor((rank, None, None), (2,))]
+
+
+def first_two(op: OpView) -> list[Option]:
+    """Linear in each of the first two operands."""
+    return [linear(op, position) for position in (0, 1)]
