@@ -25,6 +25,7 @@ from fxpar.passes.bucket_collectives import BucketCollectives
 from fxpar.passes.casts import Casts
 from fxpar.passes.chunk_loss import ChunkLoss
 from fxpar.passes.cleanup import Cleanup
+from fxpar.passes.compress_dispatch import CompressDispatch
 from fxpar.passes.global_to_local import GlobalToLocal
 from fxpar.passes.insert_reshards import InsertReshards
 from fxpar.passes.lower_collectives import LowerCollectives
@@ -71,6 +72,7 @@ def default_passes(
         Cleanup(),
         GlobalToLocal(),
         RingAttention(),
+        CompressDispatch(),
         LowerCollectives(),
         ChunkLoss(),
         Rematerialize(at),

@@ -81,6 +81,11 @@ RINGS = Need(
     lambda graph: not any(ring_of(node, graph.strategy) for node in _calls(graph)),
     "ring_attention",
 )
+ROWS = Need(
+    "experts that see every row",
+    "compress_dispatch has run",
+    lambda graph: not any(n.target is torch.ops.fxpar.cluster_rows.default for n in _calls(graph)),
+)
 LOWERED = Need(
     "collectives that are calls of process groups",
     "some are not yet",
@@ -135,6 +140,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "cleanup": (),
     "global_to_local": (FITS, STEPS, GLOBAL),
     "ring_attention": (FITS, STEPS, LOCAL),
+    "compress_dispatch": (FITS, STEPS, LOCAL, ROWS),
     "lower_collectives": (FITS, STEPS, LOCAL, RINGS),
     "chunk_loss": (*_LATE, FUNCTIONAL, UNCHUNKED),
     "rematerialize": (*_LATE, FUNCTIONAL),
