@@ -22,7 +22,7 @@ from fxpar.batching.documents import cut_in_documents, mark_documents, split_doc
 from fxpar.checking.eager import NOISE, relative_error
 from fxpar.checking.terms import squares, summed_terms
 from fxpar.checking.widen import wide_tensor, widen
-from fxpar.errors import FxparError, NothingToCheckError
+from fxpar.errors import FxparError, LossyProgramError, NothingToCheckError
 from fxpar.flow import with_packing
 from fxpar.ir.copies import copy_graph
 from fxpar.ir.dist_config import DistConfig
@@ -101,6 +101,9 @@ def check(
     (`fxpar.checking.terms`). A program is run as it is: nothing of it is widened, and the narrowest dtype in the graph
     counts.
 
+    A strategy with `lsh(...)` computes something else on purpose. Its verdict is that of the same passes with lsh(1),
+    where experts see every row; a note says how far it is off itself. Raises LossyProgramError for a program of one.
+
     Raises NothingToCheckError if the loss and all gradients of one device are 0.
     """
     if compile == "inductor":
@@ -123,7 +126,7 @@ def check(
         batches = [cut_in_documents(logical.inputs, row) for row in batches]
     oracle = _Oracle(logical, params, buffers, scale, low=dtype.itemsize < 4)
     setting = _Setting(rows, params, buffers, batches, oracle, scale, compile, unpacked)
-    return [_check_one(setting, strategy, limit, padded) for strategy in strategies]
+    return [_check_any(setting, strategy, limit, padded) for strategy in strategies]
 
 
 def _dtypes(logical: LogicalGraph) -> set[torch.dtype]:
@@ -228,6 +231,31 @@ def _micro_batches(program: TrainGraph, batches: Sequence[Batch], rows: bool) ->
     if rows:
         return [mark_documents(program.inputs, row) for row in batches]
     return [document for row in batches for document in split_documents(program.inputs, row)]
+
+
+def _check_any(setting: _Setting, strategy: Strategy | str | TrainGraph, limit: float, padded: bool) -> CheckResult:
+    """The verdict on a strategy; on one that is lossy, that on the same one without loss."""
+    given = strategy.strategy if isinstance(strategy, TrainGraph) else strategy
+    given = Strategy.parse(given) if isinstance(given, str) else given
+    without = _without_loss(given)
+    if without == given:
+        return _check_one(setting, strategy, limit, padded)
+    if isinstance(strategy, TrainGraph):
+        raise LossyProgramError(str(given), str(without))
+    lossy, exact = (_check_one(setting, one, limit, padded) for one in (given, without))
+    if lossy.error:
+        return lossy
+    off = f"loss by {lossy.loss_rel_err:.1e}, gradients by up to {lossy.grad_max_rel_err:.1e} ({lossy.worst_param})"
+    note = f"lossy: compared as {without}; as it is, it is off: {off}"
+    names = ("ok", "loss_rel_err", "grad_max_rel_err", "worst_param", "error")
+    return replace(lossy, **{name: getattr(exact, name) for name in names}, notes=[note, *lossy.notes])
+
+
+def _without_loss(strategy: Strategy) -> Strategy:
+    """With a budget for every row wherever means stand in for rows."""
+    rules = tuple(replace(rule, lsh=1.0) if rule.lsh else rule for rule in strategy.rules)
+    by_stage, teams = (tuple(map(_without_loss, blocks)) for blocks in (strategy.by_stage, strategy.teams))
+    return replace(strategy, lsh=float(strategy.lsh > 0), rules=rules, by_stage=by_stage, teams=teams)
 
 
 def _check_one(setting: _Setting, strategy: Strategy | str | TrainGraph, limit: float, padded: bool) -> CheckResult:

@@ -83,13 +83,19 @@ def flops(node: fx.Node, shape: SizesOf, block: float = 0) -> Fraction | int:
         return 2 * first[-1] * math.prod(shape(_meta(node)))
     if node.target in CONVOLUTIONS:
         return _convolution(node, shape)
+    if node.target is torch.ops.fxpar.hash_rows.default:
+        return _hashes(node, shape)
     count = declared(node.target).flops
     return 0 if count is None else _declared(node, count, shape)
 
 
 def is_plain(target: Any) -> bool:
     """Whether `flops` of a call follow from the shapes of its result and of its first two tensors alone."""
-    return not is_attention(target) and target not in CONVOLUTIONS and declared(target).flops is None
+    return (
+        not is_attention(target)
+        and target not in {*CONVOLUTIONS, torch.ops.fxpar.hash_rows.default}
+        and declared(target).flops is None
+    )
 
 
 def _attention(node: fx.Node, shape: SizesOf, block: float) -> Fraction:
@@ -110,6 +116,13 @@ def _attention(node: fx.Node, shape: SizesOf, block: float) -> Fraction:
     keys += Fraction(block) / 2
     forward = 2 * math.prod(q[:3]) * keys * widths
     return forward * _BACKWARD_FACTOR if first else forward
+
+
+def _hashes(node: fx.Node, shape: SizesOf) -> int:
+    """A product of each token with the vectors of all hashes; a token is hashed once for all of its experts."""
+    x, hashes, columns, *_ = node.args
+    sizes = shape(_meta(x))
+    return 2 * math.prod(sizes) // (sizes[-2] if len(sizes) > 2 else 1) * hashes * columns  # type: ignore[operator]
 
 
 def _declared(node: fx.Node, given: Flops, shape: SizesOf) -> Fraction:

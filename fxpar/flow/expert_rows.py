@@ -106,7 +106,8 @@ class _Walk:
     def _visit(self, node: fx.Node) -> None:
         args: Any = node.args
         rows, begins = node.args[0] if node.args else None, self.begins[is_backward(node)]
-        of_rows = any(operand in self.inside for operand in node.all_input_nodes)
+        operands = set(node.all_input_nodes)
+        of_rows = any(operand in self.inside and operand not in self.ends for operand in operands)
         if node.target in _PRODUCTS and args[2] is self.ids:
             if rows not in self.inside and rows not in begins:
                 begins.append(args[0])
@@ -119,7 +120,7 @@ class _Walk:
         elif node.target is own.embedding.default and args[1] is self.ids:
             self.beside[node] = None
         elif not of_rows:
-            if not self._objection(node):
+            if not self.ends & operands and not self._objection(node):
                 self.beside[node] = None
         elif why := self._objection(node):
             raise ExpertRowsError(self.graph.name, node.name, fqn_of(node), why)

@@ -6,9 +6,9 @@ They stand in brackets behind the strategy, `glob: roles` each, with ';' between
 
 A glob runs over FQNs of modules: `*` is any text, dots too, `?` one character, `{0-7}` a number, `{a,b}` one of these.
 What it matches is meant with all modules inside. Roles are axes of the same ranks that the replica has, outermost
-first (here: 4), with `+sp` or without; `+zero...`, `+remat...`, `+offload...`, `+lsh...` and `+chunks...` are of the rule alone.
-What a rule does not say is as around it: where several match, each property comes from the innermost module that a rule
-says it of.
+first (here: 4), with `+sp` or without; `+zero...`, `+remat...`, `+offload...`, `+lsh...` and `+chunks...` are of the
+rule alone. What a rule does not say is as around it: where several match, each property comes from the innermost module
+that a rule says it of.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ModuleRule:
 
 
 def share_flag(flag: str, share: float) -> str:
-    """`offload`, `offload(0.5)`, `offload(none)`: of all, of that share, of nothing. A share of `lsh` is written out."""
+    """`offload`, `offload(0.5)`, `offload(none)`: of all, that share, nothing. Of `lsh` a share is always written."""
     written = f"{share:.9f}".rstrip("0").rstrip(".") if share else "none"
     return flag if share == 1 and flag == "offload" else f"{flag}({written})"
 

@@ -324,7 +324,9 @@ class Strategy:
             first, *others = self.by_stage
             return " > ".join(map(str, [replace(first, pipeline=self.pipeline), *others]))
         flags = ["sp"] * self.sp + ([f"zero{self.zero}"] if self.zero else [])
-        flags += [str(self.remat)] * (self.remat is not None) + [share_flag("offload", self.offload)] * (self.offload > 0)
+        flags += [str(self.remat)] * (self.remat is not None) + [share_flag("offload", self.offload)] * (
+            self.offload > 0
+        )
         flags += [f"chunks({self.chunks})"] * (self.chunks > 1) + [share_flag("lsh", self.lsh)] * (self.lsh > 0)
         flags += self.pipeline.flags()
         flags += ["role({})".format("|".join(f"{axis}={name}" for axis, name in self.roles))] if self.roles else []

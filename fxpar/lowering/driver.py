@@ -237,7 +237,9 @@ def _check_moved(program: Program, strategy: Strategy, ladder: Sequence[GraphPas
         return
     nodes = (node for part in program.parts.values() for node in part.graph.nodes)
     moves = {strategy.rule_of(fqn_of(node), "offload") for node in nodes if is_on_host(node)}
-    wanted = [rule for rule in (None, *range(len(strategy.rules))) if strategy.share_of("offload", rule) and rule not in moves]
+    wanted = [
+        rule for rule in (None, *range(len(strategy.rules))) if strategy.share_of("offload", rule) and rule not in moves
+    ]
     if wanted:
         rule = "" if wanted[0] is None else str(strategy.rules[wanted[0]])
         raise NothingToOffloadError(str(strategy), rule, program.name)

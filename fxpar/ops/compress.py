@@ -49,12 +49,12 @@ own = torch.ops.fxpar
 
 
 def most_clusters(rows: Any, rate: float, least: int) -> Any:
-    """The budget for so many rows: the share `rate`, rounded up, and at least `least` while there are as many rows.
+    """The budget for so many rows: the share `rate`, rounded down, and at least `least` while there are as many rows.
 
     `rows` may be a SymInt.
     """
     share = Fraction(rate).limit_denominator(10**9)
-    return torch.sym_max(-(-rows * share.numerator // share.denominator), torch.sym_min(rows, least))
+    return torch.sym_max(rows * share.numerator // share.denominator, torch.sym_min(rows, least))
 
 
 @functools.lru_cache(64)
