@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fxpar.runtime.options import compile_strategies
     from fxpar.store.folder import Weights
     from fxpar.tracer import capture
+    from fxpar.tracer.experts import expert_mm, weighted_sum
     from fxpar.transport.redistribute import redistribute
 
 _WHERE = {
@@ -49,11 +50,13 @@ _WHERE = {
     "capture": "fxpar.tracer",
     "check": "fxpar.checking",
     "compile_strategies": "fxpar.runtime.options",
+    "expert_mm": "fxpar.tracer.experts",
     "losses": "fxpar.losses:",
     "lower": "fxpar.lowering",
     "overrides_from_tp_plan": "fxpar.annotate.tp_plan",
     "parallelize": "fxpar.api",
     "redistribute": "fxpar.transport.redistribute",
+    "weighted_sum": "fxpar.tracer.experts",
 }
 
 __all__ = [
@@ -77,11 +80,13 @@ __all__ = [
     "capture",
     "check",
     "compile_strategies",
+    "expert_mm",
     "losses",
     "lower",
     "overrides_from_tp_plan",
     "parallelize",
     "redistribute",
+    "weighted_sum",
 ]
 
 

@@ -175,9 +175,10 @@ class _Layer:
     def _copy(self, node: fx.Node) -> None:
         """The node once more, of what stands in the place of its operands."""
         copy = self.new[node] = self.graph.node_copy(node, lambda operand: self.new.get(operand, operand))
-        copy.meta.pop("dist_in", None)
         if node in self.rows.sums:
             return
+        if node.target not in _PRODUCTS:  # of which it still says how the weights lie
+            copy.meta.pop("dist_in", None)
         copy.meta.pop("dist", None)
         meta = local_meta(node)
         several = tuple(m and self._of_clusters(m) for m in meta) if isinstance(meta, tuple) else None

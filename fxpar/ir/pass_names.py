@@ -26,6 +26,7 @@ BUILTIN: dict[str, str] = {
     "reshard_to_collectives": "fxpar.passes.reshard_to_collectives:ReshardToCollectives",
     "reuse_buffers": "fxpar.passes.reuse_buffers:ReuseBuffers",
     "sink_waits": "fxpar.passes.sink_waits:SinkWaits",
+    "sort_rows": "fxpar.passes.sort_rows:SortRows",
     "write_in_place": "fxpar.passes.write_in_place:WriteInPlace",
     "zero_shard": "fxpar.passes.zero_shard:ZeroShard",
 }
@@ -45,6 +46,7 @@ LADDER = (
     "global_to_local",
     "ring_attention",
     "compress_dispatch",
+    "sort_rows",
     "lower_collectives",
     "chunk_loss",
     "rematerialize",

@@ -39,6 +39,7 @@ from fxpar.passes.reshard_to_collectives import ReshardToCollectives
 from fxpar.passes.reuse_buffers import ReuseBuffers
 from fxpar.passes.ring_attention import RingAttention
 from fxpar.passes.sink_waits import SinkWaits
+from fxpar.passes.sort_rows import SortRows
 from fxpar.passes.write_in_place import WriteInPlace
 from fxpar.passes.zero_shard import ZeroShard
 
@@ -73,6 +74,7 @@ def default_passes(
         GlobalToLocal(),
         RingAttention(),
         CompressDispatch(),
+        SortRows(),
         LowerCollectives(),
         ChunkLoss(),
         Rematerialize(at),

@@ -86,6 +86,11 @@ ROWS = Need(
     "compress_dispatch has run",
     lambda graph: not any(n.target is torch.ops.fxpar.cluster_rows.default for n in _calls(graph)),
 )
+UNSORTED = Need(
+    "rows in the order of tokens",
+    "sort_rows has run",
+    lambda graph: not any(n.target is torch.ops.fxpar.route_rows.default for n in _calls(graph)),
+)
 LOWERED = Need(
     "collectives that are calls of process groups",
     "some are not yet",
@@ -140,7 +145,8 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "cleanup": (),
     "global_to_local": (FITS, STEPS, GLOBAL),
     "ring_attention": (FITS, STEPS, LOCAL),
-    "compress_dispatch": (FITS, STEPS, LOCAL, ROWS),
+    "compress_dispatch": (FITS, STEPS, LOCAL, UNSORTED, ROWS),
+    "sort_rows": (FITS, STEPS, LOCAL),
     "lower_collectives": (FITS, STEPS, LOCAL, RINGS),
     "chunk_loss": (*_LATE, FUNCTIONAL, UNCHUNKED),
     "rematerialize": (*_LATE, FUNCTIONAL),

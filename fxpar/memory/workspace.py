@@ -161,10 +161,37 @@ def _block_elements(q: Shape, k: Shape, v: Shape, window: int, softcap: bool, ba
     return 2 * heads + 2 * keys + max(2 * heads, (3 if softcap else 2) * scores + 3 * rows * columns)
 
 
+def _expert_mm(node: fx.Node, shape: Sizes, given: Conditions) -> int:
+    """The rows in the order of experts, before and behind the product, and for each the keys that sort it."""
+    rows: Any = node.args[0]
+    before, behind = math.prod(shape(rows)), math.prod(shape(node))
+    return (before + behind) * _meta(rows).dtype.itemsize + _sort_bytes(before // shape(rows)[-1])
+
+
+def _expert_mm_backward(node: fx.Node, shape: Sizes, given: Conditions) -> int:
+    """Gradients and rows in the order of experts."""
+    grad, rows = node.args[:2]
+    elements = math.prod(shape(grad)) + math.prod(shape(rows))
+    return elements * _meta(rows).dtype.itemsize + _sort_bytes(math.prod(shape(rows)) // shape(rows)[-1])
+
+
+def _sort_bytes(rows: int) -> int:
+    """Keys, sorted keys, and places, int64 each."""
+    return 3 * 8 * rows
+
+
+def _weighted_sum(node: fx.Node, shape: Sizes, given: Conditions) -> int:
+    """The sum, and one slot of it, as wide as its operands."""
+    return 2 * math.prod(shape(node)) * max(4, *(_meta(arg).dtype.itemsize for arg in node.args[:2]))
+
+
 _RULES: dict[Any, Callable[[fx.Node, Sizes, Conditions], float]] = {
     own.cross_entropy.default: _cross_entropy,
     own.cross_entropy_backward.default: _cross_entropy_backward,
     own.dropout.default: _dropout,
+    own.expert_mm.default: _expert_mm,
+    own.expert_mm_backward.default: _expert_mm_backward,
+    own.weighted_sum.default: _weighted_sum,
     own.attention.default: _attention,
     own.attention_backward.default: _attention_backward,
     own.attention_block.default: _ring_step,

@@ -96,12 +96,7 @@ SIZES: dict[str, int] = {
         WINDOW,
     ),
     **dict.fromkeys(
-        [
-            "num_experts",
-            "num_local_experts",
-            "n_routed_experts",
-            "moe_num_experts",
-        ],
+        ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"],
         EXPERTS,
     ),
     **dict.fromkeys(
@@ -139,6 +134,8 @@ AT_MOST: dict[str, int] = {
     **dict.fromkeys(["n_group", "num_expert_group"], 2),
     **dict.fromkeys(["topk_group", "first_k_dense_replace", "num_dense_layers"], 1),
 }
+# Sizes that some types leave open by default.
+UNSET = {"n_inner": FFN, "n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_shared_experts": 1}
 FLAGS = {"use_cache": False, "is_decoder": True}
 
 
@@ -149,8 +146,8 @@ def tiny(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
     names). Numbers are replaced by name; lists with one entry per layer are cut to the new number of layers.
     """
     result: dict[str, Any] = {k: v for k, v in FLAGS.items() if k in defaults}
-    result.update({k: v for k, v in SIZES.items() if _is_size(defaults.get(k)) or k == "n_inner"})
-    result = {k: v for k, v in result.items() if k in defaults}
+    result.update({k: v for k, v in SIZES.items() if _is_size(defaults.get(k))})
+    result.update({k: v for k, v in UNSET.items() if k in defaults and defaults[k] is None})
     result.update({k: min(v, defaults[k]) for k, v in AT_MOST.items() if _is_size(defaults.get(k))})
     result.update(_attention(defaults, given))
     layers = _first(given, LAYER_NAMES, LAYERS)

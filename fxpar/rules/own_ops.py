@@ -191,3 +191,23 @@ def expert_mm_backward_factors(op: OpView) -> list[Factor]:
 def first_two(op: OpView) -> list[Option]:
     """Linear in each of the first two operands."""
     return [linear(op, position) for position in (0, 1)]
+
+
+def weighted_sum_factors(op: OpView) -> list[Factor]:
+    """(rows [N, K, D], weights [N, K]) -> [N, D]."""
+    return [Factor((0, 0), (0,)), Factor((2, None), (1,)), Factor((1, 1), ("sum",))]
+
+
+def weighted_sum_partials(op: OpView) -> list[Option]:
+    """A sum of terms is K times smaller behind it than before."""
+    return [linear(op, 0)]
+
+
+def weighted_sum_backward_factors(op: OpView) -> list[Factor]:
+    """(grad [N, D], rows [N, K, D], weights [N, K]) -> (drows, dweights)."""
+    return [Factor((0, 0, 0), (0, 0)), Factor((1, 2, None), (2, "sum")), Factor((None, 1, 1), (1, 1))]
+
+
+def weighted_sum_backward_partials(op: OpView) -> list[Option]:
+    """The gradient of rows does not depend on rows, that of the weights is linear in them."""
+    return [Option((R, P, R), (R, P))]

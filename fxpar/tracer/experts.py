@@ -1,4 +1,4 @@
-"""Experts of transformers as products by expert, `fxpar::expert_mm`, while a model is captured.
+"""Experts as products by expert, `fxpar::expert_mm`: for models written with it, and for those of transformers.
 
 transformers asks its experts interface for a forward by name, `config._experts_implementation`. That of "fxpar" runs
 the products of all slots of all tokens; the gate, the activation and a norm behind are the module's own. What a router
@@ -26,7 +26,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     made = _product(module, "down_proj", made, top_k_index)
     if module.has_post_expert_norm:
         made = module.post_expert_norm(made)
-    return (made * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+    return weighted_sum(made, top_k_weights).to(hidden_states.dtype)
 
 
 def _product(module: Any, name: str, rows: Tensor, ids: Tensor) -> Tensor:
@@ -37,12 +37,23 @@ def _product(module: Any, name: str, rows: Tensor, ids: Tensor) -> Tensor:
 
 
 def expert_mm(rows: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """rows [..., D] times weight [E, D, F] of the expert of each row, ids [...] -> [..., F].
+    """rows [N, K, D] times weight [E, D, F] of each row's expert, ids [N, K] -> [N, K, F].
 
-    Rows of an id that is no expert, below 0 or from E on, are zeros. As any product it follows autocast.
+    Row k of a token is that of the k-th expert its router chose; `x[:, None].expand(-1, K, -1)` gives each of them the
+    token. A row whose id is no expert, below 0 or from E on, becomes zeros. As other products this one follows autocast
+    and runs in the dtype of the weights. Raises OpInputError for operands that do not fit.
     """
     rows, weight = autocast(rows, weight)
     return torch.ops.fxpar.expert_mm(rows.to(weight.dtype), weight, ids)
+
+
+def weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
+    """rows [N, K, D] times their weights [N, K], summed over the experts of a token -> [N, D], in the dtype of `rows`.
+
+    It is `(rows * weights[..., None]).sum(1)`, summed in float32 at least. Under tp ranks then add up [N, D] and not
+    [N, K, D]. Raises OpInputError for operands that do not fit.
+    """
+    return torch.ops.fxpar.weighted_sum(rows, weights)
 
 
 def experts_modules(model: nn.Module) -> list[Any]:
