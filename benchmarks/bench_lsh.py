@@ -30,12 +30,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxpar import losses
+from fxpar import expert_mm, losses
 from fxpar.lowering import lower
 from fxpar.passes.compress_dispatch import CompressDispatch
 from fxpar.runtime import bind
 from fxpar.tracer import capture
-from fxpar.tracer.experts import expert_mm
 
 own = torch.ops.fxpar
 EXPERTS, SLOTS, WORDS, ROWS = 4, 2, 1000, 8
@@ -125,7 +124,7 @@ def text(most: int) -> tuple[Tensor, Tensor]:
     numbers = {word: i + 1 for i, word in enumerate(frequent)}
     found: tuple[list[int], list[int]] = ([], [])
     for i, words in enumerate(files):
-        found[i % 20 == 19] += [numbers.get(word, 0) for word in words]
+        found[i % 20 == 19].extend(numbers.get(word, 0) for word in words)
     return torch.tensor(found[0]), torch.tensor(found[1])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
 
 import pytest
 import sympy
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxpar import losses
+from fxpar import expert_mm, losses
 from fxpar.checking import assign, check, run_world
 from fxpar.errors import ExpertRowsError, LossyProgramError, NoExpertsError, VerifyError
 from fxpar.ir.exec_graph import ExecGraph
@@ -22,8 +21,7 @@ from fxpar.lowering import graphs_after, lower
 from fxpar.lowering.needs import verify_needs
 from fxpar.ops import compress
 from fxpar.passes.compress_dispatch import CompressDispatch, most_clusters
-from fxpar.tracer.experts import expert_mm
-from tests.captured import Captured, llama, lowered, take
+from tests.captured import Captured, lowered, squared, take, vectors
 
 own = torch.ops.fxpar
 D, HIDDEN, E, VOCAB, RATE = 8, 6, 4, 29, 0.03
@@ -67,10 +65,10 @@ class Experts(nn.Module):
 class Model(nn.Module):
     """No attention: what is done with a token depends on its cluster alone."""
 
-    def __init__(self, layers: int = 2, fused: bool = True) -> None:
+    def __init__(self, *layers: Experts) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCAB, D), nn.Linear(D, VOCAB, bias=False)
-        self.layers = nn.ModuleList(Experts(fused) for _ in range(layers))
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embed(input_ids).view(-1, D)
@@ -89,9 +87,9 @@ def batch(length: int) -> dict[str, Tensor]:
 
 
 @functools.cache
-def captured(fused: bool = True) -> tuple[nn.Module, Captured]:
+def captured() -> tuple[nn.Module, Captured]:
     torch.manual_seed(0)
-    model = Model(fused=fused)
+    model = Model(Experts(), Experts(fused=False))
     return model, take(model, loss, [batch(96), batch(96)])
 
 
@@ -147,11 +145,6 @@ def test_ranks_with_other_tokens_make_clusters_of_their_own(strategy: str) -> No
     assert differs(found, f"{strategy}+lsh({RATE})", truth(model, parts(found.batches, 2))) < 1e-10
 
 
-def test_gate_and_up_projection_apart() -> None:
-    model, found = captured(fused=False)
-    assert differs(found, f"dp1+lsh({RATE})", truth(model, [*found.batches])) < 1e-10
-
-
 def test_a_budget_for_all_rows_is_exact() -> None:
     result = captured()[1].check("tp2+sp+lsh(1)")
     assert result.ok, result
@@ -161,15 +154,15 @@ def test_a_budget_for_all_rows_is_exact() -> None:
 def products(program: ExecGraph) -> list[int]:
     """How many rows the products of the forward and the backward see, with the dims of the example."""
     dims = {dim.symbol: dim.example for dim in program.dims}
-    nodes = program.body.graph.find_nodes(op="call_function", target=own.expert_mm.default)
+    nodes = program.body.graph.find_nodes(op="call_function", target=own.grouped_mm.default)
     return [local_tensor(node).sizes(dims)[0] for node in nodes]
 
 
 def test_products_see_the_budget_and_the_report_says_what_that_saves() -> None:
     found = captured()[1]
     program = lowered(found, f"dp1+lsh({RATE})")
-    assert products(program) == [LEAST] * 8  # of 192 rows, 3 % of which are less than 2 per expert
-    assert products(lowered(found, "dp1[layers.1: +lsh(0.5)]")) == [96] * 2 + [128] * 4 + [96] * 2
+    assert products(program) == [LEAST] * 10  # of 192 rows, 3 % of which are less than 2 per expert
+    assert products(lowered(found, "dp1[layers.1: +lsh(0.5)]")) == [192] * 2 + [128] * 6 + [192] * 2
     (note,) = program.notes
     work = sum(2 * 2 * 2 * D * HIDDEN * n for n in (2, 1)) * 3 // 2 * (192 - LEAST)
     assert "experts of 2 layers see at most 16 of 384 rows" in note
@@ -215,8 +208,8 @@ def test_a_program_is_not_checked() -> None:
 
 # ---------------------------------------------------------------------------------------------------------- bad input
 def test_a_model_without_experts() -> None:
-    with pytest.raises(NoExpertsError, match=r"strategy 'dp1\+lsh\(0.2\)'.* 'Llama' has none"):
-        lower(llama().graph, "dp1+lsh(0.2)")
+    with pytest.raises(NoExpertsError, match=r"strategy 'dp1\+lsh\(0.2\)'.* 'Linear' has none"):
+        lower(take(nn.Linear(3, 2), squared, vectors(3, 2, 4)).graph, "dp1+lsh(0.2)")
 
 
 def test_a_rule_without_experts() -> None:
@@ -242,17 +235,15 @@ class Widened(Experts):
         return expert_mm(x, self.up[0], ids)[..., :D]
 
 
+@functools.cache
+def others() -> Captured:
+    return take(Model(Scaled(False), Scaled(True), Widened()), loss, [batch(32)])
+
+
 @pytest.mark.parametrize(
-    ("experts", "why"),
-    [
-        (lambda: Scaled(False), "has values of its own for each row"),
-        (lambda: Scaled(True), "moves rows, or adds them up|not known that it treats each row by itself"),
-        (Widened, "makes rows of another width"),
-    ],
+    ("layer", "why"),
+    [*enumerate(["has values of its own for each row", "moves rows, or adds them up", "makes rows of another width"])],
 )
-def test_rows_that_are_not_treated_each_by_itself(experts: Callable[[], Experts], why: str) -> None:
-    model = Model(layers=1)
-    model.layers[0] = experts()
-    found = take(model, loss, [batch(32)])
-    with pytest.raises(ExpertRowsError, match=rf"in 'layers.0' of model 'Model' .*({why})"):
-        lower(found.graph, "dp1+lsh(0.2)")
+def test_rows_that_are_not_treated_each_by_itself(layer: int, why: str) -> None:
+    with pytest.raises(ExpertRowsError, match=rf"in 'layers.{layer}' of model 'Model' .*{why}"):
+        lower(others().graph, f"dp1[layers.{layer}: +lsh(0.2)]")
