@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxpar import expert_mm, losses
+from fxpar.ir.exec_graph import ExecGraph
 from fxpar.lowering import lower
 from fxpar.passes.compress_dispatch import CompressDispatch
 from fxpar.runtime import bind
@@ -142,6 +143,7 @@ def train(strategy: str, rate: float, seed: int, steps: int, width: int, length:
     model = Model(width, length)
     (experts,) = (m for m in model.modules() if isinstance(m, Experts))
     program = lower(capture(model, loss, draw(words, length, 0), dynamic=None), strategy)
+    assert isinstance(program, ExecGraph)
     weights = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(weights.values(), lr=2e-3, foreach=False)
     bound, rates = bind(program, 0, {}), []

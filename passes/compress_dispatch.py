@@ -38,10 +38,9 @@ from fxpar.ir.pass_base import Tier
 from fxpar.ir.strategy import Strategy
 from fxpar.ops.traits import SIZES
 from fxpar.cost.ops import SizesAt, flops
-from fxpar.flow.expert_rows import ExpertRows, expert_rows
+from fxpar.flow.expert_rows import PRODUCTS, ExpertRows, expert_rows, layers_of
 
 aten, own = torch.ops.aten, torch.ops.fxpar
-_PRODUCTS = (own.expert_mm.default, own.expert_mm_backward.default)
 _SEED = 0  # of the random vectors: the same in every layer, run and machine
 
 
@@ -61,21 +60,17 @@ class CompressDispatch:
         strategy = graph.strategy
         if not strategy.most("lsh"):
             return
-        layers: dict[fx.Node, list[fx.Node]] = {}
         found: list[_Layer] = []
-        for node in graph.graph.nodes:
-            if node.target in _PRODUCTS:
-                layers.setdefault(node.args[2], []).append(node)
-        for ids, products in layers.items():
+        for products in layers_of(graph):
             rate = strategy.share_of("lsh", strategy.rule_of(fqn_of(products[0]), "lsh"))
             if rate:
-                found.append(_Layer(graph, expert_rows(graph, ids, products), self, rate))
+                found.append(_Layer(graph, expert_rows(graph, products), self, rate))
                 found[-1].compress()
         if found:
             graph.notes.append(_saving(found, graph))
 
 
-def check_experts(logical: LogicalGraph, strategy: Strategy) -> None:
+def check_compressed(logical: LogicalGraph, strategy: Strategy) -> None:
     """Raises NoExpertsError where the strategy, a rule of it, or a stage of its own compresses the rows of experts, and
     there are none.
     """
@@ -94,8 +89,7 @@ def check_experts(logical: LogicalGraph, strategy: Strategy) -> None:
 
 def most_clusters(rows: Size, rate: float, least: int) -> Size:
     """`fxpar.ops.compress.most_clusters` of a size in the dynamic dims."""
-    share = sympy.Rational(str(rate))
-    found = sympy.Max(sympy.floor(share * rows), sympy.Min(rows, least))
+    found = sympy.Max(sympy.floor(sympy.Mul(sympy.Rational(str(rate)), rows)), sympy.Min(rows, least))
     return int(found) if found.is_Integer else found
 
 
@@ -153,7 +147,7 @@ class _Layer:
 
     def _work(self, nodes: Iterable[fx.Node]) -> int:
         """Operations of the products by expert among these."""
-        return sum(int(flops(node, self.sizes)) for node in nodes if node.target in _PRODUCTS)
+        return sum(int(flops(node, self.sizes)) for node in nodes if node.target in PRODUCTS)
 
     # ------------------------------------------------------------------------------------------- clusters, and copies
     def _cluster(self) -> None:
@@ -165,7 +159,8 @@ class _Layer:
         budget = (self.experts, 2 * options.columns, options.hashes, self.rate, self.least)
         found = self._call(own.cluster_rows.default, (codes, rows.ids, *budget), metas, rows.y)
         parts = [self._call(operator.getitem, (found, i), meta, rows.y) for i, meta in enumerate(metas)]
-        self.clusters, self.new[rows.ids] = parts[:2], parts[2]
+        self.clusters = parts[:2]
+        self.new |= dict.fromkeys(rows.same_ids, parts[2])
         self.new[rows.x] = self._on_clusters(own.cluster_mean.default, rows.x, rows.y)
 
     def _gradient(self) -> None:
@@ -177,7 +172,7 @@ class _Layer:
         copy = self.new[node] = self.graph.node_copy(node, lambda operand: self.new.get(operand, operand))
         if node in self.rows.sums:
             return
-        if node.target not in _PRODUCTS:  # of which it still says how the weights lie
+        if node.target not in PRODUCTS:  # of which it still says how the weights lie
             copy.meta.pop("dist_in", None)
         copy.meta.pop("dist", None)
         meta = local_meta(node)
@@ -235,7 +230,7 @@ class _Layer:
     def _of_clusters(self, meta: TensorMeta) -> TensorMeta:
         return TensorMeta((self.few, *(1,) * (self.rank - 1), *meta.shape[self.rank :]), meta.dtype)
 
-    def _call(self, target: Any, args: tuple[Any, ...], meta: Any, like: fx.Node, **options: float) -> fx.Node:
+    def _call(self, target: Any, args: tuple[Any, ...], meta: Any, like: fx.Node, **options: Any) -> fx.Node:
         node = self.graph.call_function(target, args, options)
         for key in ("fqn", "reader", "source", "backward", "phase"):
             if key in like.meta:

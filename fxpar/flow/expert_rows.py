@@ -17,23 +17,24 @@ from torch import fx
 
 from fxpar.errors import ExpertRowsError
 from fxpar.ir import collectives as c
-from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.graph import AnnotatedGraph, Size, TensorMeta
 from fxpar.ir.node_meta import fqn_of, is_backward, is_size, local_meta, local_tensor
 from fxpar.ops.traits import is_elementwise
 
 aten, own = torch.ops.aten, torch.ops.fxpar
-_PRODUCTS = (own.expert_mm.default, own.expert_mm_backward.default)
+PRODUCTS = (own.expert_mm.default, own.expert_mm_backward.default)
 
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """Rows `x` of the experts `ids`, and what is made of them: `y`, the last product of the forward. `dy` is the
+    """Rows `x` of the experts `ids` (as `same_ids` are too), and `y`, the last product of the forward. `dy` is the
     gradient of y, None without a backward, `dx` are those of x, as many terms as products read x; `sums` over rows are
     gradients of weights. What has a value per row on the way is `inside`, with y and dx; what is made of ids and
     weights alone, such as a bias, `beside`.
     """
 
     ids: fx.Node
+    same_ids: tuple[fx.Node, ...]
     x: fx.Node
     y: fx.Node
     dy: fx.Node | None
@@ -43,8 +44,23 @@ class ExpertRows:
     beside: tuple[fx.Node, ...]
 
 
-def expert_rows(graph: AnnotatedGraph, ids: fx.Node, products: Sequence[fx.Node]) -> ExpertRows:
-    """The rows that `products`, all that read `ids`, are of. Raises ExpertRowsError where rows are not treated each by
+def layers_of(graph: AnnotatedGraph) -> list[list[fx.Node]]:
+    """The products of each layer, forward and backward: those whose rows have the same experts, also where these are
+    gathered more than once.
+    """
+    found: dict[tuple[fx.Node, tuple[Size, ...]], list[fx.Node]] = {}
+    for node in graph.graph.nodes:
+        if node.target in PRODUCTS:
+            source: Any = node.args[2]
+            shape = local_tensor(source).shape
+            while c.is_collective(source) or source.target is aten.detach.default:
+                source = source.args[0]
+            found.setdefault((source, shape), []).append(node)
+    return list(found.values())
+
+
+def expert_rows(graph: AnnotatedGraph, products: Sequence[fx.Node]) -> ExpertRows:
+    """The rows that `products`, all of one layer, are of. Raises ExpertRowsError where rows are not treated each by
     itself, or are not of one width at both ends.
     """
     ends: dict[bool, list[fx.Node]] = {False: [], True: []}  # by whether backward
@@ -52,7 +68,8 @@ def expert_rows(graph: AnnotatedGraph, ids: fx.Node, products: Sequence[fx.Node]
         way = [other for other in products if is_backward(other) == is_backward(node)]
         if node.target is own.expert_mm.default and not _reaches(node, way):
             ends[is_backward(node)].append(node)
-    walk = _Walk(graph, ids, {*ends[False], *ends[True]})
+    same: list[Any] = list(dict.fromkeys(node.args[2] for node in products))
+    walk = _Walk(graph, set(same), local_tensor(same[0]).shape, {*ends[False], *ends[True]})
     walk.run(products)
     begins = walk.begins
     last = max(ends[False], default=products[0])
@@ -61,7 +78,9 @@ def expert_rows(graph: AnnotatedGraph, ids: fx.Node, products: Sequence[fx.Node]
     x, dy = begins[False][0], next(iter(begins[True]), None)
     if local_tensor(x) != local_tensor(last):
         raise ExpertRowsError(graph.name, last.name, fqn_of(last), "makes rows of another width or dtype than it gets")
-    return ExpertRows(ids, x, last, dy, tuple(ends[True]), tuple(walk.sums), tuple(walk.inside), tuple(walk.beside))
+    return ExpertRows(
+        min(same), tuple(same), x, last, dy, tuple(ends[True]), tuple(walk.sums), tuple(walk.inside), tuple(walk.beside)
+    )
 
 
 def _reaches(node: fx.Node, products: Sequence[fx.Node]) -> bool:
@@ -82,7 +101,8 @@ class _Walk:
     """From the products to all that has a value per row, operands first; not beyond `ends`."""
 
     graph: AnnotatedGraph
-    ids: fx.Node
+    ids: set[fx.Node]
+    shape: tuple[Size, ...]
     ends: set[fx.Node]
     begins: dict[bool, list[fx.Node]] = field(default_factory=lambda: {False: [], True: []})
     inside: dict[fx.Node, None] = field(default_factory=dict)
@@ -90,7 +110,7 @@ class _Walk:
     sums: list[fx.Node] = field(default_factory=list)
 
     def run(self, products: Sequence[fx.Node]) -> None:
-        todo = [*products, *(user for user in self.ids.users if user.target is own.embedding.default)]
+        todo = [*products, *(user for ids in self.ids for user in ids.users if user.target is own.embedding.default)]
         heapq.heapify(todo)
         seen: set[fx.Node] = set()
         while todo:
@@ -108,16 +128,16 @@ class _Walk:
         rows, begins = node.args[0] if node.args else None, self.begins[is_backward(node)]
         operands = set(node.all_input_nodes)
         of_rows = any(operand in self.inside and operand not in self.ends for operand in operands)
-        if node.target in _PRODUCTS and args[2] is self.ids:
+        if node.target in PRODUCTS and args[2] in self.ids:
             if rows not in self.inside and rows not in begins:
                 begins.append(args[0])
             if node.target is own.expert_mm.default:
                 self.inside[node] = None
             else:
                 self.sums.append(node)
-        elif node.target is own.embedding_backward.default and args[1] is self.ids and of_rows:
+        elif node.target is own.embedding_backward.default and args[1] in self.ids and of_rows:
             self.sums.append(node)
-        elif node.target is own.embedding.default and args[1] is self.ids:
+        elif node.target is own.embedding.default and args[1] in self.ids:
             self.beside[node] = None
         elif not of_rows:
             if not self.ends & operands and not self._objection(node):
@@ -129,7 +149,7 @@ class _Walk:
 
     def _objection(self, node: fx.Node) -> str:
         """Why a node may not be one that treats each row by itself; "" if it is."""
-        shape, rank = local_tensor(self.ids).shape, len(local_tensor(self.ids).shape)
+        shape, rank = self.shape, len(self.shape)
         if node.target not in _DIMS and not is_elementwise(node.target):
             return f"is {node.target}, of which it is not known that it treats each row by itself"
         results = [meta for meta in _metas(node) if meta is not None]

@@ -40,7 +40,7 @@ from fxpar.lowering.ladder import (
 from fxpar.lowering.pipeline import cut, fields_of_blocks, lower_pipeline, strategy_of_stage
 from fxpar.lowering.teams import ladder_of_team, lower_teams
 from fxpar.ops.traits import ATTENTION, RING_STEPS
-from fxpar.passes.compress_dispatch import check_experts
+from fxpar.passes.compress_dispatch import check_compressed
 from fxpar.passes.offload import Offload
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.passes.reduce_gradients import ReduceGradients
@@ -97,7 +97,7 @@ def lower(
         return lower_teams(logical, strategy, lower_team)
     check_rules(logical, strategy)
     check_bins(logical, strategy)
-    check_experts(logical, strategy)
+    check_compressed(logical, strategy)
     if strategy.pipeline_size > 1:
         pipeline = lower_pipeline(logical, strategy, ladder, on_pass, verified)
         _check_moved(pipeline, strategy, ladder)
@@ -149,7 +149,7 @@ def graphs_after(
         return
     check_rules(logical, strategy)
     check_bins(logical, strategy)
-    check_experts(logical, strategy)
+    check_compressed(logical, strategy)
     if strategy.pipeline_size == 1:
         yield run_passes(logical, strategy, ladder, on_pass, last)[0]
         return
@@ -206,7 +206,7 @@ def lower_forward(
         raise NotYetError(f"a forward whose loss is outside, under '{strategy}'", "Name a strategy without pp for it.")
     check_rules(logical, strategy)
     check_bins(logical, strategy)
-    check_experts(logical, strategy)
+    check_compressed(logical, strategy)
     ladder = default_passes(for_store=not whole)
     if whole:
         ladder = [_WITHOUT_STORE.get(step.name, step) for step in ladder]
