@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/bench_lsh.py [--steps 300] [--seeds 3] [--rate 0.2] [--tiny] [--json OUT]
 
-A causal model of 3 layers, width 64, the middle one with 4 experts of which a token takes 2; the words are the 1,000
+A Llama of 3 layers, width 64, the middle one with 4 experts of which a token takes 2; the words are the 1,000
 most frequent ones of the standard library, 1,024 tokens a step, AdamW. It is captured once, and trained under `dp1` and
 under `dp1+lsh(0.2)` from the same weights, on the same tokens, for each seed. Losses are of a held-out part, of both
 with exact experts, and of the compressed one with compression too. Targets: the rate (means that have rows, over rows)
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from fxpar import expert_mm, losses
 from fxpar.ir.exec_graph import ExecGraph
 from fxpar.lowering import lower
+from fxpar.models.llama import Llama, LlamaOptions
 from fxpar.passes.compress_dispatch import CompressDispatch
 from fxpar.runtime import bind
 from fxpar.tracer import capture
@@ -67,65 +68,39 @@ class Experts(nn.Module):
         means = own.cluster_mean.default(x, cluster, sizes)
         return own.cluster_restore.default(self.experts(means, ids_of), x, means, cluster, sizes)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, rows: Tensor) -> Tensor:
+        tokens = rows.flatten(0, 1)
         weights, ids = self.router(tokens).softmax(-1).topk(SLOTS)
         x = tokens[:, None].expand(-1, SLOTS, -1)
         made = self.experts(x, ids) if self.rate is None else self.compressed(x, ids, self.rate)
-        return (made * weights[..., None]).sum(1)
+        return (made * weights[..., None]).sum(1).view(rows.shape)
 
 
-class Layer(nn.Module):
-    """Attention of 4 heads, and experts or an MLP."""
-
-    def __init__(self, width: int, experts: bool) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        self.mlp = Experts(width) if experts else mlp
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(self.norms[0](x)).chunk(3, -1))
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norms[1](x).flatten(0, 1)).view(x.shape)
-
-
-class Model(nn.Module):
-    """Three layers, the middle one with experts."""
-
-    def __init__(self, width: int, length: int) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, width), nn.Embedding(length, width)
-        self.layers = nn.ModuleList(Layer(width, experts=i == 1) for i in range(3))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS, bias=False)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.words(input_ids) + self.places(torch.arange(input_ids.shape[1], device=input_ids.device))
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
-
-
-def loss(model: nn.Module, batch: Batch) -> Tensor:
-    return losses.cross_entropy_sum(model(batch["input_ids"]), batch["labels"])
+def model_of(width: int, seed: int) -> tuple[nn.Module, Experts]:
+    """A Llama with experts in its middle layer."""
+    torch.manual_seed(seed)
+    model, experts = Llama(LlamaOptions(3, width, 4, 4, 4 * width, WORDS)), Experts(width)
+    model.layers[1].ffn = experts
+    return model, experts
 
 
 @functools.cache
 def text(most: int) -> tuple[Tensor, Tensor]:
-    """Numbers of about `most` words of the standard library, and those of every 20th file, which are held out. The
+    """Numbers of about `most` words of the standard library, and of those that are held out, the end of each file. The
     rarer words are number 0.
     """
     files: list[list[str]] = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         files.append(re.findall(r"\w+|[^\w\s]", path.read_text(errors="replace")))
-        if sum(map(len, files)) >= most and len(files) >= 20:
+        if sum(map(len, files)) >= most:
             break
     frequent = [word for word, _ in Counter(itertools.chain(*files)).most_common(WORDS - 1)]
     numbers = {word: i + 1 for i, word in enumerate(frequent)}
     found: tuple[list[int], list[int]] = ([], [])
-    for i, words in enumerate(files):
-        found[i % 20 == 19].extend(numbers.get(word, 0) for word in words)
+    for words in files:
+        border = len(words) * 19 // 20
+        for into, part in zip(found, (words[:border], words[border:]), strict=True):
+            into.extend(numbers.get(word, 0) for word in part)
     return torch.tensor(found[0]), torch.tensor(found[1])
 
 
@@ -133,16 +108,15 @@ def draw(words: Tensor, length: int, seed: int) -> Batch:
     """ROWS windows of the words."""
     starts = torch.randint(len(words) - length, (ROWS,), generator=torch.Generator().manual_seed(seed))
     rows = torch.stack([words[start : start + length + 1] for start in starts])
-    return {"input_ids": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+    ids, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(length).expand(ROWS, -1).contiguous()}
 
 
 def train(strategy: str, rate: float, seed: int, steps: int, width: int, length: int) -> dict[str, object]:
     """Under a strategy of one rank; the held-out loss per token, exact and compressed, and rates on the way."""
     words, held_out = text(400_000 if steps > 10 else 20_000)
-    torch.manual_seed(seed)
-    model = Model(width, length)
-    (experts,) = (m for m in model.modules() if isinstance(m, Experts))
-    program = lower(capture(model, loss, draw(words, length, 0), dynamic=None), strategy)
+    model, experts = model_of(width, seed)
+    program = lower(capture(model, losses.causal_lm, draw(words, length, 0), dynamic=None), strategy)
     assert isinstance(program, ExecGraph)
     weights = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(weights.values(), lr=2e-3, foreach=False)
@@ -151,7 +125,7 @@ def train(strategy: str, rate: float, seed: int, steps: int, width: int, length:
         batch = draw(words, length, 1000 * seed + step)
         if step % LOOKS == 0 or step == steps - 1:
             rates.append(look(model, experts, batch, rate)[1])
-        bound.prepare({fqn: value.detach() for fqn, value in weights.items()}, {})
+        bound.prepare({fqn: value.detach() for fqn, value in weights.items()}, dict(model.named_buffers()))
         bound.run(batch, 1.0 / batch["labels"].numel())
         for fqn, grad in bound.finish()["grads"].items():
             weights[fqn].grad = grad
@@ -165,7 +139,7 @@ def train(strategy: str, rate: float, seed: int, steps: int, width: int, length:
 def look(model: nn.Module, experts: Experts, batch: Batch, rate: float | None) -> tuple[float, float]:
     """The loss per token, and the share of rows that experts see."""
     experts.rate, experts.seen = rate, []
-    found = float(loss(model, batch)) / batch["labels"].numel()
+    found = float(losses.causal_lm(model, batch)) / batch["labels"].numel()
     seen = experts.seen[-1] if experts.seen else 1.0
     experts.rate = None
     return found, seen
@@ -184,7 +158,7 @@ def timed(run: Callable[[], object], rounds: int) -> float:
 def times(tokens: int, width: int, rate: float, rounds: int) -> dict[str, float]:
     """CPU ms of each part, for one expert per token."""
     torch.manual_seed(0)
-    x, ids = torch.randn(tokens, width), torch.randint(EXPERTS, (tokens,))
+    x, ids = torch.randn(tokens, 1, width), torch.randint(EXPERTS, (tokens, 1))
     up, down = torch.randn(EXPERTS, width, 4 * width), torch.randn(EXPERTS, 4 * width, width)
     options = CompressDispatch()
     budget = (EXPERTS, 2 * options.columns, options.hashes, rate, EXPERTS + 1)
