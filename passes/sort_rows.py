@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
-from fxpar.ir.node_meta import local_meta, local_tensor
+from fxpar.ir.node_meta import local_meta, local_tensor, size_of
 from fxpar.ir.pass_base import Tier, tensor_operands
 from fxpar.ops.traits import is_elementwise
 
@@ -150,6 +150,18 @@ class _Sorting:
         args[at] = -1
         self._make(node, route, node.target, tuple(args))
 
+    def part_backward(self, node: fx.Node) -> None:
+        """slice_backward(grad, sizes, 2, start, end, step)."""
+        grad, sizes, dim, *rest = node.args
+        route = self._common([grad])
+        if route is None or dim not in (2, -1):
+            return
+        tokens: Any = sizes[0]
+        rows = tokens * route.slots if isinstance(tokens, int) else self.graph.call_function(operator.mul, (tokens, route.slots))
+        if isinstance(rows, fx.Node):
+            rows.meta.update(tokens.meta, sym=size_of(tokens) * route.slots)
+        self._make(node, route, node.target, (self._by_expert(grad, route), [rows, sizes[2]], -1, *rest))
+
     def item(self, node: fx.Node) -> None:
         """One result of several."""
         source: Any = node.args[0]
@@ -254,5 +266,6 @@ _HANDLERS: dict[Any, Callable[[_Sorting, fx.Node], None]] = {
     own.weighted_sum_backward.default: _Sorting.weigh_backward,
     aten.sum.dim_IntList: _Sorting.total,
     operator.getitem: _Sorting.item,
+    aten.slice_backward.default: _Sorting.part_backward,
     **dict.fromkeys(_DIM_AT, _Sorting.last_dim),
 }

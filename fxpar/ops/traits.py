@@ -115,6 +115,7 @@ LOOKS_ELEMENTWISE = (
     aten.hardswish_backward.default,
     aten.log_sigmoid_backward.default,
     aten.floor_divide.default,
+    aten.polar.default,
     aten.copy.default,
 )
 
@@ -225,7 +226,7 @@ _ACCUMULATING = (
     *INDEX_PUTS,
 )
 # Pairs of low-precision numbers are no complex dtype; what follows, such as a rotation by complex tables, is then wide.
-_PAIRS = (aten.view_as_complex.default,)
+_PAIRS = (aten.view_as_complex.default, aten.polar.default)
 _LOSSES = (
     *LABEL_LOSSES,
     aten.mse_loss.default,

@@ -94,10 +94,10 @@ def test_odd_modules(name, strategy):
 
 @pytest.mark.parametrize(
     ("strategy", "name"),
-    crossed(["dp3", "tp2", "tp3", "tp2+sp", "cp2", "dp2.tp2+sp+zero3"], ["adapted", "experts"]),
+    crossed(["dp3", "tp2", "tp3", "tp2+sp", "cp2", "dp2.tp2+sp+zero3"], ["adapted", "experts", "routed"]),
 )
 def test_odd_models_on_tokens(name, strategy):
-    """Frozen weights with adapters in recomputed blocks; a batch of expert products."""
+    """Frozen weights with adapters in recomputed blocks; a batch of expert products; tokens routed to experts."""
     assert_exact(odd(name).check(strategy))
 
 
