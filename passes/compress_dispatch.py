@@ -31,7 +31,7 @@ import sympy
 import torch
 from torch import fx
 
-from fxpar.errors import NoExpertsError
+from fxpar.errors import NothingToCompressError
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, Size, TensorMeta, run_dims
 from fxpar.ir.node_meta import dist_of, fqn_of, is_backward, local_meta, local_tensor, tensor_of
 from fxpar.ir.pass_base import Tier
@@ -71,7 +71,7 @@ class CompressDispatch:
 
 
 def check_compressed(logical: LogicalGraph, strategy: Strategy) -> None:
-    """Raises NoExpertsError where the strategy, a rule of it, or a stage of its own compresses the rows of experts, and
+    """Raises NothingToCompressError where the strategy, a rule of it, or a stage of its own compresses the rows of experts, and
     there are none.
     """
     if not strategy.most("lsh"):
@@ -79,12 +79,12 @@ def check_compressed(logical: LogicalGraph, strategy: Strategy) -> None:
     nodes = list(logical.gm.graph.find_nodes(op="call_function", target=own.expert_mm.default))
     if strategy.blocks:
         if not nodes:
-            raise NoExpertsError(str(strategy), "", logical.name)
+            raise NothingToCompressError(str(strategy), "", logical.name)
         return  # which stage has which experts is not known before stages are cut
     governed = {strategy.rule_of(fqn_of(node), "lsh") for node in nodes}
     for rule in (None, *range(len(strategy.rules))):
         if strategy.share_of("lsh", rule) and rule not in governed:
-            raise NoExpertsError(str(strategy), "" if rule is None else str(strategy.rules[rule]), logical.name)
+            raise NothingToCompressError(str(strategy), "" if rule is None else str(strategy.rules[rule]), logical.name)
 
 
 def most_clusters(rows: Size, rate: float, least: int) -> Size:

@@ -129,7 +129,7 @@ class NothingToOffloadError(FxparError):
         )
 
 
-class NoExpertsError(FxparError):
+class NothingToCompressError(FxparError):
     """A strategy, or a rule of one, compresses the rows of experts, and there are no experts."""
 
     def __init__(self, strategy: str, rule: str, model: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fxpar import expert_mm, losses
 from fxpar.checking import assign, check, run_world
-from fxpar.errors import ExpertRowsError, LossyProgramError, NoExpertsError, VerifyError
+from fxpar.errors import ExpertRowsError, LossyProgramError, NothingToCompressError, VerifyError
 from fxpar.ir.exec_graph import ExecGraph
 from fxpar.ir.node_meta import local_tensor
 from fxpar.ir.strategy import Strategy
@@ -209,12 +209,12 @@ def test_a_program_is_not_checked() -> None:
 
 # ---------------------------------------------------------------------------------------------------------- bad input
 def test_a_model_without_experts() -> None:
-    with pytest.raises(NoExpertsError, match=r"strategy 'dp1\+lsh\(0.2\)'.* 'Linear' has none"):
+    with pytest.raises(NothingToCompressError, match=r"strategy 'dp1\+lsh\(0.2\)'.* 'Linear' has none"):
         lower(take(nn.Linear(3, 2), squared, vectors(3, 2, 4)).graph, "dp1+lsh(0.2)")
 
 
 def test_a_rule_without_experts() -> None:
-    with pytest.raises(NoExpertsError, match=r"rule 'head: \+lsh\(0.2\)'"):
+    with pytest.raises(NothingToCompressError, match=r"rule 'head: \+lsh\(0.2\)'"):
         lower(captured()[1].graph, "dp1[head: +lsh(0.2)]")
 
 
