@@ -31,14 +31,14 @@ import sympy
 import torch
 from torch import fx
 
+from fxpar.cost.ops import SizesAt, flops
 from fxpar.errors import NothingToCompressError
+from fxpar.flow.expert_rows import PRODUCTS, ExpertRows, expert_rows, layers_of
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, Size, TensorMeta, run_dims
-from fxpar.ir.node_meta import dist_of, fqn_of, is_backward, local_meta, local_tensor, tensor_of
+from fxpar.ir.node_meta import dist_of, fqn_of, local_meta, local_tensor, tensor_of
 from fxpar.ir.pass_base import Tier
 from fxpar.ir.strategy import Strategy
 from fxpar.ops.traits import SIZES
-from fxpar.cost.ops import SizesAt, flops
-from fxpar.flow.expert_rows import PRODUCTS, ExpertRows, expert_rows, layers_of
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 _SEED = 0  # of the random vectors: the same in every layer, run and machine
@@ -71,8 +71,8 @@ class CompressDispatch:
 
 
 def check_compressed(logical: LogicalGraph, strategy: Strategy) -> None:
-    """Raises NothingToCompressError where the strategy, a rule of it, or a stage of its own compresses the rows of experts, and
-    there are none.
+    """Raises NothingToCompressError where the strategy or a rule of it compresses the rows of experts, and there are
+    none.
     """
     if not strategy.most("lsh"):
         return
@@ -100,9 +100,10 @@ def _saving(layers: Sequence[_Layer], graph: AnnotatedGraph) -> str:
     rows = sum(sizes.size(layer.many) for layer in layers)
     hashes = graph.graph.find_nodes(op="call_function", target=own.hash_rows.default)
     saved, spent = sum(one.work for one in layers) / 1e9, sum(int(flops(node, sizes)) for node in hashes) / 1e9
+    where = f"{len(layers)} layer{'s' * (len(layers) > 1)}"
     return (
-        f"lossy: experts of {len(layers)} layer{'s' * (len(layers) > 1)} see at most {seen:,} of {rows:,} rows, which saves {saved:.3g} GFLOP in "
-        f"a micro-batch as in the example, and takes {spent:.3g} to hash"
+        f"lossy: experts of {where} see at most {seen:,} of {rows:,} rows, which saves {saved:.3g} GFLOP in a micro-batch "
+        f"as in the example, and takes {spent:.3g} to hash"
     )
 
 

@@ -287,7 +287,7 @@ SYNTAX = [
     ("tp2+offload+offload", "'tp2+offload+offload'", "flag 'offload' is given twice"),
     ("tp2+lsh(0)", "'lsh(0)'", "'0' is no share of what experts are given; write one above 0 and up to 1"),
     ("tp2+lsh(1.1)", "'lsh(1.1)'", "'1.1' is no share"),
-    ("tp2+lsh", "'lsh'", "there is no share of what experts are given; write one above 0 and up to 1, such as lsh(0.2)"),
+    ("tp2+lsh", "'lsh'", "there is no share of what experts are given; write one above 0 and up to 1, such as"),
     ("tp2+lsh(0.2)+lsh(0.2)", "'tp2+lsh(0.2)+lsh(0.2)'", "flag 'lsh' is given twice"),
     ("tp2+ofload", "'ofload'", "did you mean 'offload'?"),
     ("tp2+chunks", "'chunks'", "write in how many chunks of tokens the loss runs, such as chunks(16)"),
