@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -87,6 +87,13 @@ def check_compressed(logical: LogicalGraph, strategy: Strategy) -> None:
             raise NothingToCompressError(str(strategy), "" if rule is None else str(strategy.rules[rule]), logical.name)
 
 
+def without_loss(strategy: Strategy) -> Strategy:
+    """With a budget for every row wherever means stand in for rows."""
+    rules = tuple(replace(rule, lsh=1.0) if rule.lsh else rule for rule in strategy.rules)
+    by_stage, teams = (tuple(map(without_loss, blocks)) for blocks in (strategy.by_stage, strategy.teams))
+    return replace(strategy, lsh=float(strategy.lsh > 0), rules=rules, by_stage=by_stage, teams=teams)
+
+
 def most_clusters(rows: Size, rate: float, least: int) -> Size:
     """`fxpar.ops.compress.most_clusters` of a size in the dynamic dims."""
     found = sympy.Max(sympy.floor(sympy.Mul(sympy.Rational(str(rate)), rows)), sympy.Min(rows, least))
@@ -102,8 +109,8 @@ def _saving(layers: Sequence[_Layer], graph: AnnotatedGraph) -> str:
     saved, spent = sum(one.work for one in layers) / 1e9, sum(int(flops(node, sizes)) for node in hashes) / 1e9
     where = f"{len(layers)} layer{'s' * (len(layers) > 1)}"
     return (
-        f"lossy: experts of {where} see at most {seen:,} of {rows:,} rows, which saves {saved:.3g} GFLOP in a micro-batch "
-        f"as in the example, and takes {spent:.3g} to hash"
+        f"lossy: experts of {where} see at most {seen:,} of {rows:,} rows, which saves {saved:.3g} GFLOP in a "
+        f"micro-batch as in the example, and takes {spent:.3g} to hash"
     )
 
 

@@ -211,6 +211,12 @@ def _of_clusters(node: fx.Node, shape: Sizes, given: Conditions) -> int:
     return math.prod(shape(node)) * _meta(node).dtype.itemsize
 
 
+def _over_sizes(node: fx.Node, shape: Sizes, given: Conditions) -> int:
+    """The gradients of the means, each over as many rows as it has."""
+    means: Any = node.args[0]
+    return math.prod(shape(means)) * _meta(means).dtype.itemsize
+
+
 _RULES: dict[Any, Callable[[fx.Node, Sizes, Conditions], float]] = {
     own.cross_entropy.default: _cross_entropy,
     own.hash_rows.default: _hash_rows,
@@ -218,7 +224,7 @@ _RULES: dict[Any, Callable[[fx.Node, Sizes, Conditions], float]] = {
     own.cluster_mean.default: _means,
     own.cluster_restore_backward.default: _means,
     own.cluster_restore.default: _of_clusters,
-    own.cluster_mean_backward.default: lambda node, shape, _: _of_clusters(node.args[0], shape, _),
+    own.cluster_mean_backward.default: _over_sizes,
     own.cross_entropy_backward.default: _cross_entropy_backward,
     own.dropout.default: _dropout,
     own.route_rows.default: _route_rows,
