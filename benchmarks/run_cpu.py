@@ -46,6 +46,7 @@ PIECES = (
     _piece("remat", "Recomputation", "remat.py"),
     _piece("ring", "Keys and values that travel", "ring.py --rounds 6"),
     _piece("chunks", "The loss in chunks", "chunks.py"),
+    _piece("lsh", "Compressed experts", "lsh.py"),
 )
 
 

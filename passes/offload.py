@@ -179,7 +179,7 @@ def _shares(movable: list[_Saved], strategy: Strategy) -> list[_Saved]:
         governed[strategy.rule_of(reader_of(saved.value), "offload")].append(saved)
     found: list[_Saved] = []
     for rule, here in governed.items():
-        wanted, moved = strategy.offload_of(rule) * sum(saved.nbytes for saved in here), 0
+        wanted, moved = strategy.share_of("offload", rule) * sum(saved.nbytes for saved in here), 0
         for saved in here:
             if moved < wanted:
                 moved += saved.nbytes

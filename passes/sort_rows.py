@@ -80,7 +80,9 @@ class _Sorting:
         for node, (route, rows) in self.rows.items():
             if any(user not in self.rows and user not in self.done for user in node.users):
                 with self.graph.inserting_after(rows):
-                    placed = self._call(node, own.place_rows.default, (rows, route.order, route.slots), local_meta(node))
+                    placed = self._call(
+                        node, own.place_rows.default, (rows, route.order, route.slots), local_meta(node)
+                    )
                 self._stand_in(node, placed)
         for node in reversed([n for n in self.graph.nodes if n in self.rows or n in self.done]):
             if not node.users:
@@ -157,7 +159,11 @@ class _Sorting:
         if route is None or dim not in (2, -1):
             return
         tokens: Any = sizes[0]
-        rows = tokens * route.slots if isinstance(tokens, int) else self.graph.call_function(operator.mul, (tokens, route.slots))
+        rows = (
+            tokens * route.slots
+            if isinstance(tokens, int)
+            else self.graph.call_function(operator.mul, (tokens, route.slots))
+        )
         if isinstance(rows, fx.Node):
             rows.meta.update(tokens.meta, sym=size_of(tokens) * route.slots)
         self._make(node, route, node.target, (self._by_expert(grad, route), [rows, sizes[2]], -1, *rest))
@@ -222,7 +228,9 @@ class _Sorting:
     def _make(self, node: fx.Node, route: _Route, target: Any, args: Any, kwargs: Any = None) -> None:
         """The rows by expert of what `node` makes."""
         meta = local_meta(node)
-        found: Any = tuple(self._sorted(m, route) for m in meta) if isinstance(meta, tuple) else self._sorted(meta, route)
+        found: Any = (
+            tuple(self._sorted(m, route) for m in meta) if isinstance(meta, tuple) else self._sorted(meta, route)
+        )
         self.rows[node] = route, self._call(node, target, args, found, kwargs)
 
     def _replace(self, node: fx.Node, target: Any, args: Any) -> None:

@@ -23,6 +23,12 @@ from fxpar.ir import pass_registry
 from fxpar.lowering.ladder import default_passes
 from fxpar.recipes import settings
 
+_TIERS = {
+    "exact": "results are bitwise equal",
+    "numeric": "may round differently",
+    "lossy": "computes something else, where the strategy says so",
+}
+
 
 # ------------------------------------------------------------------------------------------------------ passes
 def pass_names() -> list[str]:
@@ -45,7 +51,7 @@ def _pass_section(number: int, name: str) -> str:
         own = ""
     lines = [f"## {number}. `{name}`", "", about, ""]
     lines += [_options(pass_, own), ""]
-    changes = "results are bitwise equal" if pass_.tier == "exact" else "may round differently"
+    changes = _TIERS[pass_.tier]
     lines += [f"Tier `{pass_.tier}`: {changes}. `{pass_.__module__}.{pass_.__name__}`"]
     return "\n".join(lines)
 

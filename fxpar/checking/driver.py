@@ -22,7 +22,7 @@ from fxpar.batching.documents import cut_in_documents, mark_documents, split_doc
 from fxpar.checking.eager import NOISE, relative_error
 from fxpar.checking.terms import squares, summed_terms
 from fxpar.checking.widen import wide_tensor, widen
-from fxpar.errors import FxparError, NothingToCheckError
+from fxpar.errors import FxparError, LossyProgramError, NothingToCheckError
 from fxpar.flow import with_packing
 from fxpar.ir.copies import copy_graph
 from fxpar.ir.dist_config import DistConfig
@@ -32,6 +32,7 @@ from fxpar.ir.node_meta import tensor_metas
 from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
+from fxpar.passes.compress_dispatch import without_loss
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.runtime.binding import bind_here
 from fxpar.runtime.channels import Channels, ThreadChannels, ThreadWorld
@@ -91,17 +92,17 @@ def check(
 
     A batch is a row whose documents are marked by `document_ids` [1, T], or by positions that restart; an unmarked one
     is cut in two where documents may share a row. They share one if that is proved to be harmless, else each is a
-    micro-batch of its own. `packed=True` packs without a proof, `padded=True` pads rows although the model would see
-    it: an error shows.
+    micro-batch of its own. `packed=True` packs without a proof, `padded=True` pads although the model would see it.
 
     Replica r of dp runs batches r, r + dp, ... (their number is rounded up by reuse). `params` and `buffers` are whole
     tensors by FQN; `scale` multiplies the summed loss. The tolerance depends on the parameters' narrowest dtype: 1e-10
     for float64 (float32 islands of the model are widened, see `fxpar.checking.widen`), 1e-5 for float32, 3e-2 for
     narrower ones, where a gradient of a single number is compared with the root of its squared terms
-    (`fxpar.checking.terms`). A program is run as it is: nothing of it is widened, and the narrowest dtype in the graph
-    counts.
+    (`fxpar.checking.terms`). Nothing of a program is widened, and the narrowest dtype in the graph counts.
 
-    Raises NothingToCheckError if the loss and all gradients of one device are 0.
+    A strategy with `lsh(...)` is wrong on purpose. Its verdict is that of the same passes with lsh(1); a note says how
+    far it is off itself. Raises LossyProgramError for a program of one, NothingToCheckError if the loss and all
+    gradients of one device are 0.
     """
     if compile == "inductor":
         torch.set_num_threads(1)  # ranks are forked, and a forked process has no thread pool
@@ -123,7 +124,8 @@ def check(
         batches = [cut_in_documents(logical.inputs, row) for row in batches]
     oracle = _Oracle(logical, params, buffers, scale, low=dtype.itemsize < 4)
     setting = _Setting(rows, params, buffers, batches, oracle, scale, compile, unpacked)
-    return [_check_one(setting, strategy, limit, padded) for strategy in strategies]
+    parsed = (Strategy.parse(each) if isinstance(each, str) else each for each in strategies)
+    return [_check_any(setting, strategy, limit, padded) for strategy in parsed]
 
 
 def _dtypes(logical: LogicalGraph) -> set[torch.dtype]:
@@ -230,7 +232,22 @@ def _micro_batches(program: TrainGraph, batches: Sequence[Batch], rows: bool) ->
     return [document for row in batches for document in split_documents(program.inputs, row)]
 
 
-def _check_one(setting: _Setting, strategy: Strategy | str | TrainGraph, limit: float, padded: bool) -> CheckResult:
+def _check_any(setting: _Setting, strategy: Strategy | TrainGraph, limit: float, padded: bool) -> CheckResult:
+    """The verdict on a strategy; on a lossy one, that without loss."""
+    given = strategy.strategy if isinstance(strategy, TrainGraph) else strategy
+    without = without_loss(given)
+    if without == given:
+        return _check_one(setting, strategy, limit, padded)
+    if isinstance(strategy, TrainGraph):
+        raise LossyProgramError(str(given), str(without))
+    lossy, exact = (_check_one(setting, one, limit, padded) for one in (given, without))
+    off = f"loss by {lossy.loss_rel_err:.1e}, gradients by up to {lossy.grad_max_rel_err:.1e} ({lossy.worst_param})"
+    notes = [f"lossy: compared as {without}; as it is, it is off: {off}", *lossy.notes]
+    verdict = {name: getattr(exact, name) for name in ("loss_rel_err", "grad_max_rel_err", "worst_param")}
+    return replace(lossy, **verdict, ok=exact.ok and not lossy.error, error=lossy.error or exact.error, notes=notes)
+
+
+def _check_one(setting: _Setting, strategy: Strategy | TrainGraph, limit: float, padded: bool) -> CheckResult:
     program = strategy if isinstance(strategy, TrainGraph) else lower(setting.rows, strategy)
     if padded:
         program = _with_hazard(program, None)

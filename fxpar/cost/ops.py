@@ -88,6 +88,8 @@ def flops(node: fx.Node, shape: SizesOf, block: float = 0) -> Fraction | int:
         return _convolution(node, shape)
     if node.target in RECURRENCES:
         return _recurrence(node, shape)
+    if node.target is torch.ops.fxpar.hash_rows.default:
+        return _hashes(node, shape)
     count = declared(node.target).flops
     return 0 if count is None else _declared(node, count, shape)
 
@@ -95,7 +97,7 @@ def flops(node: fx.Node, shape: SizesOf, block: float = 0) -> Fraction | int:
 def is_plain(target: Any) -> bool:
     """Whether `flops` of a call follow from the shapes of its result and of its first two tensors alone."""
     read = is_attention(target) or target in CONVOLUTIONS or target in RECURRENCES
-    return not read and declared(target).flops is None
+    return not read and target is not torch.ops.fxpar.hash_rows.default and declared(target).flops is None
 
 
 def _attention(node: fx.Node, shape: SizesOf, block: float) -> Fraction:
@@ -116,6 +118,13 @@ def _attention(node: fx.Node, shape: SizesOf, block: float) -> Fraction:
     keys += Fraction(block) / 2
     forward = 2 * math.prod(q[:3]) * keys * widths
     return forward * _BACKWARD_FACTOR if first else forward
+
+
+def _hashes(node: fx.Node, shape: SizesOf) -> int:
+    """A product of each token with the vectors of all hashes; a token is hashed once for all of its experts."""
+    x, hashes, columns, *_ = node.args
+    sizes = shape(_meta(x))
+    return 2 * math.prod(sizes) // (sizes[-2] if len(sizes) > 2 else 1) * hashes * columns  # type: ignore[operator]
 
 
 def _declared(node: fx.Node, given: Flops, shape: SizesOf) -> Fraction:

@@ -129,6 +129,28 @@ class NothingToOffloadError(FxparError):
         )
 
 
+class NothingToCompressError(FxparError):
+    """A strategy, or a rule of one, compresses the rows of experts, and there are no experts."""
+
+    def __init__(self, strategy: str, rule: str, model: str) -> None:
+        who = f"rule {rule!r} of strategy {strategy!r}" if rule else f"strategy {strategy!r}"
+        where = f"the modules of {model!r} that it is about have" if rule else f"model {model!r} has"
+        super().__init__(
+            f"{who}: lsh(...) lets experts see means of similar rows, but {where} none. "
+            "Leave the flag out, or write it for modules around experts."
+        )
+
+
+class ExpertRowsError(FxparError):
+    """Rows of experts cannot be replaced by means, for what is made of them."""
+
+    def __init__(self, model: str, node: str, module: str, why: str) -> None:
+        super().__init__(
+            f"lsh(...): in {module!r} of model {model!r} %{node} {why}; means can stand in for rows only where each is "
+            f"treated by itself. Leave these experts out with a rule, such as [{module or '*'}: +lsh(none)]."
+        )
+
+
 class NoVocabularyLossError(FxparError):
     """A strategy wants the loss in chunks of tokens, and the graph has no loss over classes."""
 

@@ -88,6 +88,16 @@ class NothingToCheckError(FxparError):
         )
 
 
+class LossyProgramError(FxparError):
+    """A check of a program that computes something else than one device, on purpose."""
+
+    def __init__(self, strategy: str, without: str) -> None:
+        super().__init__(
+            f"the program of strategy {strategy!r} lets experts see means of rows, so one device does not say "
+            f"whether it is right. Check the strategy, which runs the same passes as {without!r}, or that program."
+        )
+
+
 # ------------------------------------------------------------------------------------------- transport of switches
 class HoldingError(FxparError):
     """Tensors given to a transport that are not what their layout says."""

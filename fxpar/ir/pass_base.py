@@ -17,14 +17,14 @@ from fxpar.ir.fqn import block_of, block_or_module_of
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
 from fxpar.ir.node_meta import is_backward, is_on_host, is_size, phase_of
 
-Tier = Literal["exact", "numeric"]
+Tier = Literal["exact", "numeric", "lossy"]
 Phase = Literal["prologue", "body", "epilogue"]
 
 
 @runtime_checkable
 class GraphPass(Protocol):
-    """`name` is its name in the registry; tier "exact" keeps every bit of every result, "numeric" may change
-    rounding.
+    """`name` is its name in the registry; tier "exact" keeps every bit of every result, "numeric" may change rounding,
+    "lossy" computes something else, and does nothing where the strategy does not ask for it.
     """
 
     name: ClassVar[str]

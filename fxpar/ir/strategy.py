@@ -9,9 +9,10 @@ packed so that no document is cut), tp (tensor), ep (as rows, with experts cut: 
 (Megatron sequence parallel on the tp axis), zero1 | zero2 | zero3 (optimizer state | + gradients | + parameters sharded
 over dp, cp, ring, rows and ep), remat or remat(...) (recomputation, see `Remat`), offload or offload(0.5) (all, or that
 share, of what the forward saves for the backward goes to the host), chunks(16) (the loss over the vocabulary, in as
-many chunks of tokens). With pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see `Pipeline`),
-cut(layers.3|layers.6) (where stages begin). role(tp=name) (what an axis is used for, where another package says so, see
-`fxpar.annotate.roles`). Rules in brackets at the end say what some modules do otherwise (see `fxpar.ir.module_rules`):
+many chunks of tokens), lsh(0.2) (experts see means of similar rows, that share of as many: the result is another). With
+pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see `Pipeline`), cut(layers.3|layers.6) (where stages
+begin). role(tp=name) (what an axis is used for, where another package says so, see `fxpar.annotate.roles`). Rules in
+brackets at the end say what some modules do otherwise (see `fxpar.ir.module_rules`):
 
     dp2.tp4+sp[*.self_attn: cp4; lm_head: tp4]
 
@@ -38,7 +39,7 @@ from typing import Any
 from fxpar.errors import StrategySyntaxError, WorldSizeError
 from fxpar.ir.axes import BINS, EXPERTS, RANKS, REPLICAS, RING, ROLE_AXES, STAGES, USES, data_axes
 from fxpar.ir.mesh import Mesh
-from fxpar.ir.module_rules import ModuleRule, atoms, governing, joined, offload_flag
+from fxpar.ir.module_rules import ModuleRule, atoms, governing, joined, share_flag
 from fxpar.ir.remat import Remat
 from fxpar.ir.strategy_text import (
     MOST_RANKS,
@@ -64,7 +65,8 @@ class Strategy:
     `overrides` maps a glob over parameter FQNs to `S(dim)@tp` or `R@tp`; the first glob that matches wins over what the
     search would choose. `roles` are axes with the names of their roles, where another package says what an axis
     is used for. `rules` are what some modules do otherwise. The loss over the vocabulary runs in `chunks` of tokens. Of
-    the bytes that the forward saves for the backward the share `offload` is moved to the host.
+    the bytes that the forward saves for the backward the share `offload` is moved to the host. Experts see the share
+    `lsh` of as many rows, 0: the rows themselves.
     `by_stage` are the strategies of pipeline stages that are written one by one, each on the ranks behind those of the
     one before: they then say all of this but `pipeline` and `overrides`, and `axes` is no more than their number.
     `teams` are strategies side by side, which say all but `overrides`.
@@ -83,6 +85,7 @@ class Strategy:
     by_stage: tuple[Strategy, ...] = ()
     teams: tuple[Strategy, ...] = ()
     offload: float = 0.0
+    lsh: float = 0.0
 
     @classmethod
     def parse(cls, text: str, *, world: int | None = None, overrides: Mapping[str, str] | None = None) -> Strategy:
@@ -225,22 +228,21 @@ class Strategy:
     @property
     def most_zero(self) -> int:
         """The highest ZeRO level of any parameter."""
-        return self._most("zero")
+        return self.most("zero")
 
     def remat_of(self, fqn: str) -> Remat | None:
         """What is recomputed of a module."""
         found = self.remat if (rule := self.rule_of(fqn, "remat")) is None else self.rules[rule].remat
         return None if found is None or found.mode == "none" else found
 
-    def offload_of(self, rule: int | None) -> float:
-        """The share of what is saved that is moved to the host, where this rule says it (None: the strategy)."""
-        share = self.offload if rule is None else self.rules[rule].offload
-        return share or 0.0
+    def share_of(self, flag: str, rule: int | None) -> float:
+        """The share of `offload` or `lsh` where this rule says it (None: the strategy); 0 for none."""
+        return getattr(self if rule is None else self.rules[rule], flag) or 0.0
 
     @property
     def most_offload(self) -> float:
         """The highest share that the strategy, a rule or a block says; 0 where nothing is moved to the host."""
-        return self._most("offload")
+        return self.most("offload")
 
     def chunks_of(self, fqn: str) -> int:
         """In how many chunks of tokens the loss runs that begins with a product of this module."""
@@ -250,12 +252,12 @@ class Strategy:
     @property
     def most_chunks(self) -> int:
         """The most that the strategy or a rule says; 1 where nothing is cut."""
-        return self._most("chunks")
+        return self.most("chunks")
 
-    def _most(self, flag: str) -> Any:
+    def most(self, flag: str) -> Any:
         """The highest value of a flag in any block or rule."""
         if self.blocks:
-            return max(block._most(flag) for block in self.blocks)
+            return max(block.most(flag) for block in self.blocks)
         return max(getattr(self, flag), *(getattr(rule, flag) or 0 for rule in self.rules), 0)
 
     @property
@@ -311,9 +313,9 @@ class Strategy:
     def placing(self) -> Strategy:
         """The same without what saves memory alone: two strategies that are equal so place every value alike."""
         placing = (rule for rule in self.rules if rule.axes)
-        rules = tuple(replace(rule, zero=None, remat=None, offload=None, chunks=None) for rule in placing)
+        rules = tuple(replace(rule, zero=None, remat=None, offload=None, lsh=None, chunks=None) for rule in placing)
         by_stage, teams = (tuple(block.placing() for block in blocks) for blocks in (self.by_stage, self.teams))
-        without = replace(self, zero=0, remat=None, offload=0.0, chunks=1)
+        without = replace(self, zero=0, remat=None, offload=0.0, lsh=0.0, chunks=1)
         return replace(without, rules=rules, by_stage=by_stage, teams=teams)
 
     def __str__(self) -> str:
@@ -323,8 +325,10 @@ class Strategy:
             first, *others = self.by_stage
             return " > ".join(map(str, [replace(first, pipeline=self.pipeline), *others]))
         flags = ["sp"] * self.sp + ([f"zero{self.zero}"] if self.zero else [])
-        flags += [str(self.remat)] * (self.remat is not None) + [offload_flag(self.offload)] * (self.offload > 0)
-        flags += [f"chunks({self.chunks})"] * (self.chunks > 1)
+        flags += [str(self.remat)] * (self.remat is not None) + [share_flag("offload", self.offload)] * (
+            self.offload > 0
+        )
+        flags += [f"chunks({self.chunks})"] * (self.chunks > 1) + [share_flag("lsh", self.lsh)] * (self.lsh > 0)
         flags += self.pipeline.flags()
         flags += ["role({})".format("|".join(f"{axis}={name}" for axis, name in self.roles))] if self.roles else []
         rules = f"[{'; '.join(map(str, self.rules))}]" if self.rules else ""
@@ -369,7 +373,7 @@ def _parse_part(text: str, part: str) -> Strategy:
     outside, inside = split_rules(part)
     axis_text, *flags = outside.split("+")
     axes, found = parse_axes(text, axis_text), parse_flags(text, flags)
-    found["chunks"], found["offload"] = found["chunks"] or 1, found["offload"] or 0.0
+    found |= {"chunks": found["chunks"] or 1, "offload": found["offload"] or 0.0, "lsh": found["lsh"] or 0.0}
     strategy = Strategy(axes, **found, rules=() if inside is None else parse_rules(text, inside))
     if strategy.rules:
         strategy.atoms  # noqa: B018  raises where degrees do not fit

@@ -15,13 +15,14 @@ from fxpar.ir.remat import REMAT, Remat, parse_remat
 
 MOST_RANKS = 2**20  # more are a slip of the finger
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
-FLAGS = ("sp", "zero1", "zero2", "zero3", "remat", "offload", "chunks", *SCHEDULES, "cut", "role")
+FLAGS = ("sp", "zero1", "zero2", "zero3", "remat", "offload", "lsh", "chunks", *SCHEDULES, "cut", "role")
 MOST_CHUNKS = 64  # each is a copy of the loss in the graph
-RULE_FLAGS = ("sp", "zero0", "zero1", "zero2", "zero3", "remat", "offload", "chunks")
+RULE_FLAGS = ("sp", "zero0", "zero1", "zero2", "zero3", "remat", "offload", "lsh", "chunks")
 _AXIS = re.compile(r"([a-z]+)([0-9]{1,9})")
 _SCHEDULE = re.compile(r"(gpipe|1f1b|zb_h1|interleaved_1f1b)(?:\((\d+)\))?")
 _CHUNKS = re.compile(r"chunks(?:\((.*)\))?", re.DOTALL)
-_OFFLOAD = re.compile(r"offload(?:\((.*)\))?", re.DOTALL)
+_SHARED = re.compile(r"(offload|lsh)(?:\((.*)\))?", re.DOTALL)
+_SHARES = {"offload": ("is saved", "offload(0.5)"), "lsh": ("experts are given", "lsh(0.2)")}
 _SHARE = re.compile(r"1|1\.0{1,9}|0?\.[0-9]{1,9}", re.ASCII)
 _CUT = re.compile(r"cut\((.*)\)", re.DOTALL)
 _ROLES = re.compile(r"role\((.*)\)", re.DOTALL)
@@ -108,7 +109,8 @@ def _parse_rule(text: str, part: str, glob: str, axes: Axes, flags: list[str]) -
         raise StrategySyntaxError(
             text, part, "a rule recomputes all of its modules: remat, remat(selective), or remat(none)"
         )
-    return ModuleRule(glob, axes, found["sp"], zero[0] if zero else None, remat, found["chunks"], found["offload"])
+    shares = found["chunks"], found["offload"], found["lsh"]
+    return ModuleRule(glob, axes, found["sp"], zero[0] if zero else None, remat, *shares)
 
 
 def parse_axes(text: str, axis_text: str) -> Axes:
@@ -136,7 +138,7 @@ def parse_flags(text: str, flags: list[str], known: Sequence[str] = FLAGS) -> di
     zero, sp = 0, False
     remats: list[Remat | None] = []
     chunks: list[int] = []
-    shares: list[float] = []
+    shares: dict[str, list[float]] = {"offload": [], "lsh": []}
     schedules: list[Pipeline] = []
     cuts: list[tuple[str, ...]] = []
     roles: list[tuple[tuple[str, str], ...]] = []
@@ -153,8 +155,8 @@ def parse_flags(text: str, flags: list[str], known: Sequence[str] = FLAGS) -> di
             if remats:
                 raise StrategySyntaxError(text, flag, "flag 'remat' is given twice")
             remats.append(parse_remat(text, flag, match[1]))
-        elif match := _OFFLOAD.fullmatch(flag):
-            shares.append(_parse_share(text, flag, match[1]))
+        elif match := _SHARED.fullmatch(flag):
+            shares[match[1]].append(_parse_share(text, flag, match[1], match[2]))
         elif match := _CHUNKS.fullmatch(flag):
             chunks.append(_parse_chunks(text, flag, match[1]))
         elif match := _SCHEDULE.fullmatch(flag):
@@ -168,8 +170,8 @@ def parse_flags(text: str, flags: list[str], known: Sequence[str] = FLAGS) -> di
         else:
             why = f"unknown flag {flag!r}{nearest(flag, known) or '.'} Flags are {', '.join(known)}"
             raise StrategySyntaxError(text, flag, why)
-    given_once = {"a schedule": schedules, "flag 'offload'": shares, "flag 'chunks'": chunks}
-    given_once |= {"flag 'cut'": cuts, "flag 'role'": roles}
+    given_once = {"a schedule": schedules, "flag 'chunks'": chunks, "flag 'cut'": cuts, "flag 'role'": roles}
+    given_once |= {f"flag {flag!r}": given for flag, given in shares.items()}
     for name, given in given_once.items():
         if len(given) > 1:
             raise StrategySyntaxError(text, text, f"{name} is given twice")
@@ -178,7 +180,7 @@ def parse_flags(text: str, flags: list[str], known: Sequence[str] = FLAGS) -> di
         "zero": zero,
         "sp": sp,
         "remat": remats[0] if remats else None,
-        "offload": shares[0] if shares else None,
+        **{flag: given[0] if given else None for flag, given in shares.items()},
         "chunks": chunks[0] if chunks else None,
         "pipeline": pipeline,
         "roles": roles[0] if roles else (),
@@ -193,13 +195,15 @@ def _parse_chunks(text: str, flag: str, inside: str | None) -> int:
     return int(inside or "")
 
 
-def _parse_share(text: str, flag: str, inside: str | None) -> float:
-    """The share of `offload`, `offload(0.5)`, or of `offload(none)`: 0."""
-    if inside in (None, "none"):
+def _parse_share(text: str, flag: str, name: str, inside: str | None) -> float:
+    """The share of `offload`, `offload(0.5)`, or of `offload(none)`: 0. Of `lsh` it has to be written."""
+    if inside == "none" or (inside is None and name == "offload"):
         return float(inside is None)
     share = float(inside) if inside and _SHARE.fullmatch(inside) else 0.0
     if not 0 < share <= 1:
-        why = f"{inside!r} is no share of what is saved; write one above 0 and up to 1, such as offload(0.5)"
+        what, example = _SHARES[name]
+        no_share = "there is no share" if inside is None else f"{inside!r} is no share"
+        why = f"{no_share} of what {what}; write one above 0 and up to 1, such as {example}"
         raise StrategySyntaxError(text, flag, why)
     return share
 

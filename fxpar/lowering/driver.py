@@ -41,6 +41,7 @@ from fxpar.lowering.ladder import (
 from fxpar.lowering.pipeline import cut, fields_of_blocks, lower_pipeline, strategy_of_stage
 from fxpar.lowering.teams import ladder_of_team, lower_teams
 from fxpar.ops.traits import ATTENTION, RING_STEPS
+from fxpar.passes.compress_dispatch import check_compressed
 from fxpar.passes.offload import Offload
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.passes.reduce_gradients import ReduceGradients
@@ -98,6 +99,7 @@ def lower(
     check_rules(logical, strategy)
     check_bins(logical, strategy)
     check_experts(logical, strategy)
+    check_compressed(logical, strategy)
     if strategy.pipeline_size > 1:
         pipeline = lower_pipeline(logical, strategy, ladder, on_pass, verified)
         _check_moved(pipeline, strategy, ladder)
@@ -152,6 +154,7 @@ def graphs_after(
     check_rules(logical, strategy)
     check_bins(logical, strategy)
     check_experts(logical, strategy)
+    check_compressed(logical, strategy)
     if strategy.pipeline_size == 1:
         yield run_passes(logical, strategy, ladder, on_pass, last, verified)[0]
         return
@@ -211,6 +214,7 @@ def lower_forward(
     check_rules(logical, strategy)
     check_bins(logical, strategy)
     check_experts(logical, strategy)
+    check_compressed(logical, strategy)
     ladder = default_passes(for_store=not whole)
     if whole:
         ladder = [_WITHOUT_STORE.get(step.name, step) for step in ladder]
@@ -241,7 +245,9 @@ def _check_moved(program: Program, strategy: Strategy, ladder: Sequence[GraphPas
         return
     nodes = (node for part in program.parts.values() for node in part.graph.nodes)
     moves = {strategy.rule_of(fqn_of(node), "offload") for node in nodes if is_on_host(node)}
-    wanted = [rule for rule in (None, *range(len(strategy.rules))) if strategy.offload_of(rule) and rule not in moves]
+    wanted = [
+        rule for rule in (None, *range(len(strategy.rules))) if strategy.share_of("offload", rule) and rule not in moves
+    ]
     if wanted:
         rule = "" if wanted[0] is None else str(strategy.rules[wanted[0]])
         raise NothingToOffloadError(str(strategy), rule, program.name)

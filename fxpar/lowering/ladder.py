@@ -25,6 +25,7 @@ from fxpar.passes.bucket_collectives import BucketCollectives
 from fxpar.passes.casts import Casts
 from fxpar.passes.chunk_loss import ChunkLoss
 from fxpar.passes.cleanup import Cleanup
+from fxpar.passes.compress_dispatch import CompressDispatch
 from fxpar.passes.exchange_tokens import ExchangeTokens
 from fxpar.passes.global_to_local import GlobalToLocal
 from fxpar.passes.hide_reductions import HideReductions
@@ -75,6 +76,7 @@ def default_passes(
         Cleanup(),
         GlobalToLocal(),
         RingAttention(),
+        CompressDispatch(),
         ExchangeTokens(),
         SortRows(),
         LowerCollectives(),

@@ -94,8 +94,19 @@ RINGS = Need(
 EXCHANGED = Need(
     "tokens at their experts",
     "some products by expert are of a rank's own tokens, and ep cuts their experts",
-    lambda graph: not any(experts_axis(node, graph.strategy) for node in _calls(graph)),
+    lambda graph, nodes: not any(experts_axis(node, graph.strategy) for node in _calls(nodes)),
     "exchange_tokens",
+)
+ROWS = Need(
+    "experts that see every row",
+    "compress_dispatch has run",
+    _none(lambda node: node.target is torch.ops.fxpar.cluster_rows.default),
+)
+UNSORTED = Need(
+    "rows in the order of tokens",
+    "sort_rows has run",
+    _none(lambda node: node.target is torch.ops.fxpar.route_rows.default),
+)
 )
 LOWERED = Need(
     "collectives that are calls of process groups",
@@ -155,6 +166,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "cleanup": (),
     "global_to_local": (FITS, STEPS, GLOBAL),
     "ring_attention": (FITS, STEPS, LOCAL),
+    "compress_dispatch": (FITS, STEPS, LOCAL, UNSORTED, ROWS),
     "exchange_tokens": (FITS, STEPS, LOCAL),
     "sort_rows": (FITS, STEPS, LOCAL, EXCHANGED),
     "lower_collectives": (FITS, STEPS, LOCAL, RINGS, EXCHANGED),

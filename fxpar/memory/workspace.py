@@ -186,8 +186,45 @@ def _combine_backward(node: fx.Node, shape: Sizes, given: Conditions) -> int:
     return math.prod(shape(rows)) * (dtype.itemsize + wide) + 8 * shape(rows)[0]
 
 
+def _hash_rows(node: fx.Node, shape: Sizes, given: Conditions) -> int:
+    """The products, and these without signs; per hash an axis and a digit, and the code so far."""
+    x, hashes, columns, *_ = node.args
+    *rows, _ = shape(x)
+    products = 2 * int(hashes * columns) * _meta(x).dtype.itemsize  # type: ignore[operator]
+    return math.prod(rows) * (products + 17 * int(hashes) + 16)  # type: ignore[arg-type, call-overload]
+
+
+def _cluster_rows(node: fx.Node, shape: Sizes, given: Conditions) -> int:
+    """Per row its sort key and place, and of two levels digits, runs and sizes."""
+    return 90 * math.prod(shape(node.args[1]))
+
+
+def _means(node: fx.Node, shape: Sizes, given: Conditions) -> int:
+    """The sums, which are wide; where rows are not, those of one slot in that dtype too."""
+    rows, dtype = shape(node.args[0]), _meta(node.args[0]).dtype
+    copies = 0 if dtype.itemsize == _wide(dtype) else math.prod(rows) // (rows[-2] if len(rows) > 2 else 1)
+    return (math.prod(shape(node)) + copies) * _wide(dtype)
+
+
+def _of_clusters(node: fx.Node, shape: Sizes, given: Conditions) -> int:
+    """What is read of the clusters, once per row."""
+    return math.prod(shape(node)) * _meta(node).dtype.itemsize
+
+
+def _over_sizes(node: fx.Node, shape: Sizes, given: Conditions) -> int:
+    """The gradients of the means, each over as many rows as it has."""
+    means: Any = node.args[0]
+    return math.prod(shape(means)) * _meta(means).dtype.itemsize
+
+
 _RULES: dict[Any, Callable[[fx.Node, Sizes, Conditions], float]] = {
     own.cross_entropy.default: _cross_entropy,
+    own.hash_rows.default: _hash_rows,
+    own.cluster_rows.default: _cluster_rows,
+    own.cluster_mean.default: _means,
+    own.cluster_restore_backward.default: _means,
+    own.cluster_restore.default: _of_clusters,
+    own.cluster_mean_backward.default: _over_sizes,
     own.cross_entropy_backward.default: _cross_entropy_backward,
     own.dropout.default: _dropout,
     own.route_rows.default: _route_rows,

@@ -6,6 +6,7 @@ of the global tensors: what it must know about the slice is an argument.
 
     attention, attention_backward          softmax attention of every kind, `fxpar.ops.attention`
     attention_block, ..._backward          one step of it in a ring of ranks, `fxpar.ops.ring_steps`
+    hash_rows, cluster_rows, ...           rows that reach their expert as one, `fxpar.ops.compress`
     cross_entropy, cross_entropy_backward  over a slice of the classes, `fxpar.ops.cross_entropy`
     recurrence, recurrence_backward        attention that is a recurrence over tokens, `fxpar.ops.recurrence`
     causal_conv, causal_conv_backward      a short convolution over tokens before, `fxpar.ops.causal_conv`
@@ -16,6 +17,26 @@ of the global tensors: what it must know about the slice is an argument.
 
 from __future__ import annotations
 
-from fxpar.ops import attention, causal_conv, cross_entropy, dropout, embedding, experts, recurrence, ring_steps
+from fxpar.ops import (
+    attention,
+    causal_conv,
+    compress,
+    cross_entropy,
+    dropout,
+    embedding,
+    experts,
+    recurrence,
+    ring_steps,
+)
 
-__all__ = ["attention", "causal_conv", "cross_entropy", "dropout", "embedding", "experts", "recurrence", "ring_steps"]
+__all__ = [
+    "attention",
+    "causal_conv",
+    "compress",
+    "cross_entropy",
+    "dropout",
+    "embedding",
+    "experts",
+    "recurrence",
+    "ring_steps",
+]

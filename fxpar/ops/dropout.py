@@ -67,6 +67,12 @@ def token_numbers(sequences: Iterable[tuple[int, int]]) -> Tensor:
     return torch.cat(rows)[None]
 
 
+def uniform_numbers(count: int, seed: int) -> Tensor:
+    """Numbers between -1 and 1, float64 [count], of 31 bits of the stream of `seed` each: the same everywhere."""
+    state = torch.arange(count) * _GAMMA + _mix_int(_signed((seed + 1) * _GAMMA))
+    return (_mix(state) >> 33).double().mul_(2.0**-30)
+
+
 def index_strides(rank: int) -> list[int]:
     """What one step along each dim adds to an element's number: odd multipliers, so that wrap-around sums are as good
     as distinct whatever the sizes are.

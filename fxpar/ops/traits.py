@@ -13,10 +13,22 @@ from typing import Any, Literal
 import torch
 
 from fxpar.errors import FxparError, OpContractError
-from fxpar.ops import attention, causal_conv, cross_entropy, dropout, embedding, experts, host, recurrence, ring_steps
+from fxpar.ops import (
+    attention,
+    causal_conv,
+    compress,
+    cross_entropy,
+    dropout,
+    embedding,
+    experts,
+    host,
+    recurrence,
+    ring_steps,
+)
 
 aten, own = torch.ops.aten, torch.ops.fxpar
-assert attention, cross_entropy
+assert attention, compress
+assert cross_entropy
 assert dropout, embedding
 assert causal_conv, recurrence
 assert experts, host
@@ -192,6 +204,9 @@ EMBEDDINGS = {own.embedding.default, aten.embedding.default}
 
 LABEL_LOSSES = {own.cross_entropy.default, aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 """Losses: operand 1 has numbers of classes, which are along dim 1 of operand 0."""
+
+CHOICES = {own.cluster_rows.default}
+"""What results are is a choice, which operands that were rounded in another way may turn: it is made once."""
 
 READS_ROWS = EMBEDDINGS | {aten.index.Tensor, aten.index_select.default, aten.gather.default}
 """They read about as much as they return, not all of operand 0."""

@@ -15,7 +15,7 @@ from fxpar.ir.fqn import block_of
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
 from fxpar.ir.node_meta import fqn_of, is_backward, is_size, phase_of, reader_of
 from fxpar.ops import copies
-from fxpar.ops.traits import is_random
+from fxpar.ops.traits import CHOICES, is_random
 
 _ADDING = ("all_reduce", "reduce_scatter")
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -122,7 +122,7 @@ def _fixed(body: list[fx.Node], forward: list[fx.Node]) -> Iterator[fx.Node]:
     written = {operand for node in body for operand in _written(node)}
     for node in forward:
         touched = node in written or any(o in written for o in node.all_input_nodes)
-        if is_random(node.target) or touched or _written(node):
+        if is_random(node.target) or node.target in CHOICES or touched or _written(node):
             yield node
 
 

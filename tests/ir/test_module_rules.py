@@ -34,8 +34,8 @@ def ruled(draw) -> Strategy:
         zero = draw(st.sampled_from([None, 0, 3])) if axes else draw(st.integers(0, 3))
         remat = draw(st.sampled_from([None, Remat("none"), Remat("full"), Remat("selective", collectives="keep")]))
         chunks = draw(st.sampled_from([None, 1, 16]))
-        offload = draw(st.sampled_from([None, 0.0, 0.25, 1.0]))
-        rules.append(ModuleRule(glob, axes, draw(st.booleans()) and bool(axes), zero, remat, chunks, offload))
+        shares = (draw(st.sampled_from([None, 0.0, 0.25, 1.0])) for _ in ("offload", "lsh"))
+        rules.append(ModuleRule(glob, axes, draw(st.booleans()) and bool(axes), zero, remat, chunks, *shares))
     return Strategy((("dp", 2), *factored(draw, world)), draw(st.booleans()), rules=tuple(rules))
 
 
@@ -141,11 +141,12 @@ def test_two_rules_for_one_module():
         ("tp2[*.mlp:]", "a rule is a glob of modules, ':' and roles"),
         ("tp2[*.mlp: dp2]", "axes of a rule are those inside of a replica, tp, cp, ring, rows; dp is of all modules"),
         ("tp2[*.mlp: +sp]", "sp goes with axes"),
-        ("tp2[*.mlp: +zeor3]", " Flags are sp, zero0, zero1, zero2, zero3, remat, offload, chunks (at"),
+        ("tp2[*.mlp: +zeor3]", " Flags are sp, zero0, zero1, zero2, zero3, remat, offload, lsh, chunks (at"),
         ("tp2[]", "there are no rules in the brackets"),
         ("tp2[*.mlp: +1f1b]", "a schedule, cuts and role"),
         ("tp2[*.mlp: +cut(a)]", "a schedule, cuts and role"),
         ("tp2[*.mlp: +remat(20MB)]", "a rule recomputes all of its modules"),
+        ("tp2[*.mlp: +lsh(2)]", "'2' is no share of what experts are given"),
         ("tp2[*.mlp: +offload(2)]", "'2' is no share of what is saved"),
         ("tp2[*.mlp: +zero1+zero3]", "one ZeRO level at a time"),
         ("tp2[*.mlp: tp2; *.mlp: cp2]", "there are two rules for '*.mlp'"),

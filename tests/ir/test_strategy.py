@@ -57,8 +57,8 @@ def strategies(draw) -> Strategy:
     flags = draw(st.booleans()), draw(st.integers(0, 3)), tuple(globs.items()), draw(remats())
     assume(math.prod(dict(axes).values()) <= MOST_RANKS)
     pipeline, chunks = draw(pipelines(dict(axes).get("pp", 1))), draw(st.integers(1, MOST_CHUNKS))
-    offload = draw(st.one_of(st.just(0.0), st.just(1.0), st.integers(1, 10**6).map(lambda share: share / 10**6)))
-    return Strategy(axes, *flags, pipeline, chunks=chunks, offload=offload)
+    share = st.one_of(st.just(0.0), st.just(1.0), st.integers(1, 10**6).map(lambda share: share / 10**6))
+    return Strategy(axes, *flags, pipeline, chunks=chunks, offload=draw(share), lsh=draw(share))
 
 
 @given(strategies())
@@ -285,6 +285,10 @@ SYNTAX = [
     ("tp2+offload()", "'offload()'", "'' is no share"),
     ("tp2+offload(\u0661)", "'offload(\u0661)'", "is no share"),  # a digit, but none of ASCII
     ("tp2+offload+offload", "'tp2+offload+offload'", "flag 'offload' is given twice"),
+    ("tp2+lsh(0)", "'lsh(0)'", "'0' is no share of what experts are given; write one above 0 and up to 1"),
+    ("tp2+lsh(1.1)", "'lsh(1.1)'", "'1.1' is no share"),
+    ("tp2+lsh", "'lsh'", "there is no share of what experts are given; write one above 0 and up to 1, such as"),
+    ("tp2+lsh(0.2)+lsh(0.2)", "'tp2+lsh(0.2)+lsh(0.2)'", "flag 'lsh' is given twice"),
     ("tp2+ofload", "'ofload'", "did you mean 'offload'?"),
     ("tp2+chunks", "'chunks'", "write in how many chunks of tokens the loss runs, such as chunks(16)"),
     ("tp2+chunks(0)", "'chunks(0)'", "the loss runs in 1 to 64 chunks"),

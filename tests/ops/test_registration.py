@@ -43,6 +43,14 @@ SCHEMAS = [
     "fxpar::combine(Tensor rows, Tensor? weights, Tensor order, int slots) -> Tensor",
     "fxpar::combine_backward(Tensor grad, Tensor rows, Tensor weights, Tensor order, int slots) -> "
     "(Tensor drows, Tensor dweights)",
+    "fxpar::hash_rows(Tensor x, int hashes, int columns, int seed) -> Tensor",
+    "fxpar::cluster_rows(Tensor codes, Tensor ids, int experts, int buckets, int hashes, float rate, int least) -> "
+    "(Tensor cluster, Tensor sizes, Tensor ids_of)",
+    "fxpar::cluster_mean(Tensor x, Tensor cluster, Tensor sizes) -> Tensor",
+    "fxpar::cluster_mean_backward(Tensor dmeans, Tensor cluster, Tensor sizes) -> Tensor",
+    "fxpar::cluster_restore(Tensor made, Tensor x, Tensor means, Tensor cluster, Tensor sizes, float share=1.) "
+    "-> Tensor",
+    "fxpar::cluster_restore_backward(Tensor grad, Tensor cluster, Tensor sizes) -> Tensor",
 ]
 
 
@@ -94,6 +102,23 @@ def expert_samples() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
     ]
 
 
+def cluster_samples() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Rows of six tokens, in half as many clusters."""
+    x, chosen = torch.randn(6, 2, 5, requires_grad=True), torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0], [0, 1], [1, 0]])
+    codes = own.hash_rows(x.detach(), 2, 2, 0)
+    budget = (2, 4, 2, 0.5, 3)
+    cluster, sizes, _ = own.cluster_rows(codes, chosen, *budget)
+    made, means = (torch.randn(6, 1, 5, requires_grad=True) for _ in range(2))
+    return [
+        (own.hash_rows.default, (x.detach(), 2, 2, 0)),
+        (own.cluster_rows.default, (codes, chosen, *budget)),
+        (own.cluster_mean.default, (x, cluster, sizes)),
+        (own.cluster_mean_backward.default, (means.detach(), cluster, sizes)),
+        (own.cluster_restore.default, (made, x, means, cluster, sizes, 0.5)),
+        (own.cluster_restore_backward.default, (x.detach(), cluster, sizes)),
+    ]
+
+
 def samples() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
     found: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
     for args in attention_samples():
@@ -114,7 +139,7 @@ def samples() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
         backward = (torch.randn_like(lse), torch.randn_like(picked), logits, target, classes, lse)
         found.append((own.cross_entropy.default, (logits.detach().requires_grad_(), target, classes)))
         found.append((own.cross_entropy_backward.default, backward))
-    found += expert_samples()
+    found += expert_samples() + cluster_samples()
     offsets = [torch.arange(2) * 12, torch.arange(4) * 3, torch.arange(3)]
     x = torch.randn(2, 3, 4).transpose(1, 2).requires_grad_()
     found.append((own.dropout.default, (x, torch.tensor(5), offsets, 0.4, 1)))

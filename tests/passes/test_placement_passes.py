@@ -230,7 +230,8 @@ def test_ladder_is_made_of_passes():
     ladder = default_passes()
     assert all(isinstance(step, GraphPass) for step in ladder)
     assert len({step.name for step in ladder}) == len(ladder)
-    assert {step.tier for step in ladder} <= {"exact", "numeric"}
+    assert {step.tier for step in ladder} == {"exact", "numeric", "lossy"}
+    assert [step.name for step in ladder if step.tier == "lossy"] == ["compress_dispatch"]
 
 
 def test_a_collective_that_is_run_says_so():

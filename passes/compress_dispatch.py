@@ -1,0 +1,253 @@
+"""Compress dispatch: experts see the means of similar rows in place of the rows, as LSH-MoE does.
+
+Before: every row, a token for one of its experts, goes through the products of that expert. After: rows of one expert
+that hash alike are one row, their mean; each row gets what the expert makes of its mean, and its own distance to that
+(`fxpar.ops.compress`). Gradients go back the same way.
+
+    %h = expert_mm(%x, %w, %ids)                %codes = hash_rows(%x)
+    %y = expert_mm(silu(%h), %v, %ids)          %of, %sizes, %ids_of = cluster_rows(%codes, %ids)
+                                                %m = cluster_mean(%x, %of, %sizes)
+                                                %h = expert_mm(%m, %w, %ids_of)
+                                                %r = expert_mm(silu(%h), %v, %ids_of)
+                                                %y = cluster_restore(%r, %x, %m, %of, %sizes)
+
+Clusters are of the rows that a rank has, whatever other ranks have; ranks with the same rows make the same clusters.
+There are as many as the strategy's share of the rows, but not less than that share of `pool` rows per expert: a small
+micro-batch, which has little to spare, is compressed less or not at all. Saves: of the experts' work, of what they save
+for the backward, and of the rows that travel to them, all but the share. Costs: a product of the tokens with
+hashes * columns vectors, a sort, and two passes over the rows each way.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, ClassVar
+
+import sympy
+import torch
+from torch import fx
+
+from fxpar.cost.ops import SizesAt, flops
+from fxpar.errors import NothingToCompressError
+from fxpar.flow.expert_rows import PRODUCTS, ExpertRows, expert_rows, layers_of
+from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, Size, TensorMeta, run_dims
+from fxpar.ir.node_meta import dist_of, fqn_of, local_meta, local_tensor, tensor_of
+from fxpar.ir.pass_base import Tier
+from fxpar.ir.strategy import Strategy
+from fxpar.ops.traits import SIZES
+
+aten, own = torch.ops.aten, torch.ops.fxpar
+_SEED = 0  # of the random vectors: the same in every layer, run and machine
+
+
+@dataclass(frozen=True)
+class CompressDispatch:
+    """Reads the share of rows from the strategy and its rules. `hashes` of 2 * `columns` values each: more of them tell
+    more rows apart, where the budget allows it. Raises ExpertRowsError.
+    """
+
+    hashes: int = 8
+    columns: int = 8
+    pool: int = 64
+    name: ClassVar[str] = "compress_dispatch"
+    tier: ClassVar[Tier] = "lossy"
+
+    def __call__(self, graph: AnnotatedGraph) -> None:
+        strategy = graph.strategy
+        if not strategy.most("lsh"):
+            return
+        found: list[_Layer] = []
+        for products in layers_of(graph):
+            rate = strategy.share_of("lsh", strategy.rule_of(fqn_of(products[0]), "lsh"))
+            if rate:
+                found.append(_Layer(graph, expert_rows(graph, products), self, rate))
+                found[-1].compress()
+        if found:
+            graph.notes.append(_saving(found, graph))
+
+
+def check_compressed(logical: LogicalGraph, strategy: Strategy) -> None:
+    """Raises NothingToCompressError where the strategy or a rule of it compresses the rows of experts, and there are
+    none.
+    """
+    if not strategy.most("lsh"):
+        return
+    nodes = list(logical.gm.graph.find_nodes(op="call_function", target=own.expert_mm.default))
+    if strategy.blocks:
+        if not nodes:
+            raise NothingToCompressError(str(strategy), "", logical.name)
+        return  # which stage has which experts is not known before stages are cut
+    governed = {strategy.rule_of(fqn_of(node), "lsh") for node in nodes}
+    for rule in (None, *range(len(strategy.rules))):
+        if strategy.share_of("lsh", rule) and rule not in governed:
+            raise NothingToCompressError(str(strategy), "" if rule is None else str(strategy.rules[rule]), logical.name)
+
+
+def without_loss(strategy: Strategy) -> Strategy:
+    """With a budget for every row wherever means stand in for rows."""
+    rules = tuple(replace(rule, lsh=1.0) if rule.lsh else rule for rule in strategy.rules)
+    by_stage, teams = (tuple(map(without_loss, blocks)) for blocks in (strategy.by_stage, strategy.teams))
+    return replace(strategy, lsh=float(strategy.lsh > 0), rules=rules, by_stage=by_stage, teams=teams)
+
+
+def most_clusters(rows: Size, rate: float, least: int) -> Size:
+    """`fxpar.ops.compress.most_clusters` of a size in the dynamic dims."""
+    found = sympy.Max(sympy.floor(sympy.Mul(sympy.Rational(str(rate)), rows)), sympy.Min(rows, least))
+    return int(found) if found.is_Integer else found
+
+
+def _saving(layers: Sequence[_Layer], graph: AnnotatedGraph) -> str:
+    """What it comes to on a rank, for sizes as in the example."""
+    sizes = layers[0].sizes
+    seen = sum(sizes.size(sympy.sympify(layer.few)) for layer in layers)
+    rows = sum(sizes.size(layer.many) for layer in layers)
+    hashes = graph.graph.find_nodes(op="call_function", target=own.hash_rows.default)
+    saved, spent = sum(one.work for one in layers) / 1e9, sum(int(flops(node, sizes)) for node in hashes) / 1e9
+    where = f"{len(layers)} layer{'s' * (len(layers) > 1)}"
+    return (
+        f"lossy: experts of {where} see at most {seen:,} of {rows:,} rows, which saves {saved:.3g} GFLOP in a "
+        f"micro-batch as in the example, and takes {spent:.3g} to hash"
+    )
+
+
+class _Layer:
+    """The rows of one layer of experts, and what means of them need in their place."""
+
+    def __init__(self, graph: AnnotatedGraph, rows: ExpertRows, options: CompressDispatch, rate: float) -> None:
+        self.graph, self.rows, self.options, self.rate = graph.graph, rows, options, rate
+        self.rank = len(local_tensor(rows.ids).shape)
+        weight: Any = rows.y.args[1]
+        experts: Any = tensor_of(weight).shape[0]
+        self.experts: int = experts
+        self.least = max(experts + 1, experts * math.ceil(options.pool * Fraction(str(rate))))
+        self.many: Size = sympy.Mul(*local_tensor(rows.ids).shape)
+        self.few = most_clusters(self.many, rate, self.least)
+        self.new: dict[fx.Node, fx.Node] = {}  # what stands in the place of what
+        self.count: fx.Node | None = None  # `few`, where an argument says it
+        self.sizes = SizesAt(run_dims(graph))
+        self.work = self._work([*rows.inside, *rows.sums])
+
+    def compress(self) -> None:
+        rows, graph = self.rows, self.graph
+        inside = sorted((*rows.beside, *rows.inside, *rows.sums))
+        first = min(rows.inside)
+        readers = {node: [*node.users] for node in (rows.y, *rows.dx, *rows.sums)}
+        with graph.inserting_before(first):
+            self._cluster()
+        for node in inside:
+            with graph.inserting_before(max(node, first)):
+                if rows.dy in node.all_input_nodes and rows.dy not in self.new:
+                    self._gradient()
+                self._copy(node)
+        self._give(rows.y, self._restored(), readers[rows.y])
+        for node in rows.dx:
+            self._give(node, self._spread(node), readers[node])
+        for node in rows.sums:
+            self._give(node, self.new[node], readers[node])
+        self.work -= self._work([*map(self.new.__getitem__, rows.inside), *map(self.new.__getitem__, rows.sums)])
+        for node in (*reversed(inside), *(self.new[node] for node in reversed(inside))):
+            if not node.users:
+                graph.erase_node(node)
+
+    def _work(self, nodes: Iterable[fx.Node]) -> int:
+        """Operations of the products by expert among these."""
+        return sum(int(flops(node, self.sizes)) for node in nodes if node.target in PRODUCTS)
+
+    # ------------------------------------------------------------------------------------------- clusters, and copies
+    def _cluster(self) -> None:
+        rows, options = self.rows, self.options
+        numbers = TensorMeta(local_tensor(rows.ids).shape, torch.int64)
+        hashed = (rows.x, options.hashes, options.columns, _SEED)
+        codes = self._call(own.hash_rows.default, hashed, numbers, rows.y)
+        metas = (numbers, TensorMeta((self.few,), torch.int64), self._of_clusters(numbers))
+        budget = (self.experts, 2 * options.columns, options.hashes, self.rate, self.least)
+        found = self._call(own.cluster_rows.default, (codes, rows.ids, *budget), metas, rows.y)
+        parts = [self._call(operator.getitem, (found, i), meta, rows.y) for i, meta in enumerate(metas)]
+        self.clusters = parts[:2]
+        self.new |= dict.fromkeys(rows.same_ids, parts[2])
+        self.new[rows.x] = self._on_clusters(own.cluster_mean.default, rows.x, rows.y)
+
+    def _gradient(self) -> None:
+        dy: Any = self.rows.dy
+        self.new[dy] = self._on_clusters(own.cluster_restore_backward.default, dy, min(dy.users))
+
+    def _copy(self, node: fx.Node) -> None:
+        """The node once more, of what stands in the place of its operands."""
+        copy = self.new[node] = self.graph.node_copy(node, lambda operand: self.new.get(operand, operand))
+        if node in self.rows.sums:
+            return
+        if node.target not in PRODUCTS:  # of which it still says how the weights lie
+            copy.meta.pop("dist_in", None)
+        copy.meta.pop("dist", None)
+        meta = local_meta(node)
+        several = tuple(m and self._of_clusters(m) for m in meta) if isinstance(meta, tuple) else None
+        copy.meta["local"] = copy.meta["tensor"] = several or self._of_clusters(local_tensor(node))
+        position = SIZES.get(node.target)  # type: ignore[call-overload]
+        if position is not None:
+            sizes: Any = copy.args[position]
+            args: list[Any] = list(copy.args)
+            args[position] = [self._count(copy), *(1,) * (self.rank - 1), *sizes[self.rank :]]
+            copy.args = tuple(args)
+
+    def _count(self, reader: fx.Node) -> Any:
+        if isinstance(self.few, int):
+            return self.few
+        if self.count is None:
+            with self.graph.inserting_after(self.clusters[1]):
+                self.count = self.graph.call_function(aten.sym_size.int, (self.clusters[1], 0))
+            self.count.meta.update(sym=self.few, fqn=fqn_of(reader), tensor=None, local=None)
+        return self.count
+
+    # ----------------------------------------------------------------------------------------------- back to the rows
+    def _restored(self) -> fx.Node:
+        rows = self.rows
+        given = (self.new[rows.y], rows.x, self.new[rows.x], *self.clusters, 1.0 / _terms(rows.y))
+        with self.graph.inserting_before(rows.y):
+            return self._call(own.cluster_restore.default, given, local_tensor(rows.y), rows.y)
+
+    def _spread(self, node: fx.Node) -> fx.Node:
+        """The gradient of the rows; of several terms of it the first has that of their distance."""
+        made, dy, share = self.new[node], self.rows.dy, 1.0 / _terms(node)
+        few, many = self._of_clusters(local_tensor(node)), local_tensor(node)
+        with self.graph.inserting_before(node):
+            if node is not self.rows.dx[0]:
+                return self._call(own.cluster_mean_backward.default, (made, *self.clusters), many, node)
+            assert dy is not None
+            made = self._call(aten.sub.Tensor, (made, self.new[dy]), few, node, alpha=share)
+            spread = self._call(own.cluster_mean_backward.default, (made, *self.clusters), many, node)
+            return self._call(aten.add.Tensor, (spread, dy), many, node, alpha=share)
+
+    def _give(self, old: fx.Node, new: fx.Node, readers: Sequence[fx.Node]) -> None:
+        """Let those outside read `new`, which lies as `old` does."""
+        for key in ("tensor", "dist"):
+            if key in old.meta:
+                new.meta[key] = old.meta[key]
+        inside = {*self.rows.inside, *self.rows.sums}
+        for reader in readers:
+            if reader not in inside:
+                reader.replace_input_with(old, new)
+
+    # ------------------------------------------------------------------------------------------------------- one call
+    def _on_clusters(self, target: Any, rows: fx.Node, like: fx.Node) -> fx.Node:
+        return self._call(target, (rows, *self.clusters), self._of_clusters(local_tensor(rows)), like)
+
+    def _of_clusters(self, meta: TensorMeta) -> TensorMeta:
+        return TensorMeta((self.few, *(1,) * (self.rank - 1), *meta.shape[self.rank :]), meta.dtype)
+
+    def _call(self, target: Any, args: tuple[Any, ...], meta: Any, like: fx.Node, **options: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, options)
+        for key in ("fqn", "reader", "source", "backward", "phase"):
+            if key in like.meta:
+                node.meta[key] = like.meta[key]
+        node.meta.update(tensor=meta, local=meta)  # of a rank: clusters of several ranks are no whole
+        return node
+
+
+def _terms(node: fx.Node) -> int:
+    """Of how many terms, one on each of as many ranks, a value is the sum."""
+    dist = dist_of(node)
+    return math.prod(dist.mesh.degree(axis) for axis, _ in dist.partial)
