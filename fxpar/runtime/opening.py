@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from fxpar.batching import GroupCost, LengthGroup
 from fxpar.cost.cluster import ClusterSpec
@@ -27,47 +27,42 @@ from fxpar.runtime.agree import agreed_cluster, check_same_options, check_same_p
 from fxpar.runtime.attributes import plain_attributes
 from fxpar.runtime.binding import Bound, bind_here
 from fxpar.runtime.calls import PlainCalls
-from fxpar.runtime.decided import Decided, decide, tell
+from fxpar.runtime.decided import Decided, decide, tasks_of, tell
 from fxpar.runtime.engine import Engine, EngineOptions
 from fxpar.runtime.evaluate import Evaluation
 from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.loss_scaler import LossScaler
-from fxpar.runtime.options import (
-    CostModel,
-    LossFunction,
-    ParallelizeOptions,
-    capture_step,
-)
-from fxpar.runtime.session import Session
+from fxpar.runtime.notices import tell_of_tasks
+from fxpar.runtime.options import CostModel, ParallelizeOptions, capture_step
+from fxpar.runtime.session import Session, SessionTask
 from fxpar.runtime.spans import Recorder
 from fxpar.runtime.storage import activation_bytes, may_overlap, open_storage
 from fxpar.runtime.switching import Switching, TransportOptions
+from fxpar.runtime.task import Task
 from fxpar.store import MemoryReport
 from fxpar.store.home import rules_by_fqn
 from fxpar.store.weights import WeightStore
 from fxpar.torch_api.hooks import hooked_modules
+from fxpar.tracer.finish import without_unread
 from fxpar.tracer.signature import autocast_dtype
 from fxpar.transport import Staging
 from fxpar.transport.groups import ProcessGroups
 
 
 def open_session(
-    module: nn.Module,
-    strategies: Mapping[int, Strategy | str],
-    loss: LossFunction,
-    example: Mapping[str, Tensor] | None,
-    options: ParallelizeOptions,
+    module: nn.Module, strategies: Mapping[int, Strategy | str] | None, options: ParallelizeOptions
 ) -> Session:
     """Capture, lower, lay out, allocate, and take the module's parameters home. All ranks call it alike."""
     require_ranks()
+    tasks = tasks_of(strategies, options)
     watcher = _watcher(options, dist.get_world_size())
     if watcher is None:
         with collector_paused():
-            return _open(module, strategies, loss, example, options, None)
+            return _open(module, tasks, options, None)
     try:
         with watcher.explained("start of the session"), collector_paused():
             _meet(watcher)
-            return _open(module, strategies, loss, example, options, watcher)
+            return _open(module, tasks, options, watcher)
     except BaseException as error:
         if watcher is not options.monitor:
             watcher.stop(error)
@@ -110,126 +105,169 @@ def require_backend(device: torch.device) -> None:
 
 
 def _open(
-    module: nn.Module,
-    strategies: Mapping[int, Strategy | str],
-    loss: LossFunction,
-    example: Mapping[str, Tensor] | None,
-    options: ParallelizeOptions,
-    watcher: Monitor | None,
+    module: nn.Module, tasks: Mapping[str, Task], options: ParallelizeOptions, watcher: Monitor | None
 ) -> Session:
-    decided = decide(module, strategies, loss, example, options)
-    compiled = decided.compiled
-    require_backend(decided.device)
+    decided = {name: decide(module, name, task, options) for name, task in tasks.items()}
+    first = next(iter(decided.values()))
+    require_backend(first.device)
     if dist.get_rank() == 0:
-        tell(decided, options)
-    plain = _plain_strategy(options, decided.groups, decided.names)
+        for one in decided.values():
+            tell(one, options)
+        tell_of_tasks({name: one.compiled.logical for name, one in decided.items()})
+    groups = [group for one in decided.values() for group in one.groups]
+    plain = _plain_strategy(options, groups, [name for one in decided.values() for name in one.names])
     process_groups = ProcessGroups(options.timeout_s)
     world_group = process_groups.world()
-    decided = replace(decided, cluster=agreed_cluster(decided.cluster, decided.device.type, world_group))
-    homes = rules_by_fqn([info.fqn for info in compiled.logical.params()], options.home or {})
+    cluster = agreed_cluster(first.cluster, first.device.type, world_group)
+    homes = rules_by_fqn([info.fqn for info in first.compiled.logical.params()], options.home or {})
     check_same_options(_shared_options(decided, options), world_group, compared={"home": homes})
-    check_same_programs(compiled.programs, world_group)
+    programs = {name: program for one in decided.values() for name, program in one.compiled.programs.items()}
+    check_same_programs(programs, world_group)
     check_same_values(module, world_group)
-    engine, memory = _engine(module, decided, options, process_groups, world_group, watcher)
-    captured = {info.fqn: info.meta.dtype for info in compiled.logical.params()}
-    calls = _plain_calls(decided, engine, plain, captured, options, process_groups)
-    store = engine.switching.store
+    decided = {name: replace(one, cluster=cluster) for name, one in decided.items()}
+    engines, memory = _engines(module, decided, programs, options, process_groups, world_group, watcher)
+    engine = next(iter(engines.values()))
+    captured = {info.fqn: info.meta.dtype for info in first.compiled.logical.params()}
+    calls = _plain_calls(programs, first, engine, plain, captured, options, process_groups)
+    found = {
+        name: SessionTask(
+            one.task.weight, one.compiled, engines[name], _evaluation(one, engines[name], calls, captured, options)
+        )
+        for name, one in decided.items()
+    }
+    told = hooked_modules(module), plain_attributes(module)
+    return Session(found, engine.switching.store, memory, options, calls, *told)
+
+
+def _evaluation(
+    decided: Decided,
+    engine: Engine,
+    calls: PlainCalls,
+    captured: Mapping[str, torch.dtype],
+    options: ParallelizeOptions,
+) -> Evaluation:
+    task, compiled, store = decided.task, decided.compiled, engine.switching.store
 
     def capture_again(module: nn.Module) -> LogicalGraph:
         with store.shown_without_values(module, captured), calls.tracing():
-            logical = capture_step(module, loss, example)
+            logical = capture_step(module, task.loss, task.example, task.dynamic)
+        logical = without_unread(logical) if decided.name else logical
         if compiled.packing is not None:
             logical = pack_documents(logical, force=bool(options.packed))
         return with_precision(logical, compiled.precision)
 
-    evaluation = Evaluation(engine, calls, loss, capture_again, tuple(decided.keys), compiled.logical.averaged)
-    told = hooked_modules(module), plain_attributes(module)
-    return Session(compiled, store, engine, memory, options, calls, evaluation, *told)
+    keys, mean = tuple(decided.keys), compiled.logical.averaged
+    return Evaluation(engine, calls, task.loss, capture_again, keys, mean, captured_only=bool(decided.name))
 
 
 # Options that a rank may be given otherwise. All others are compared, new ones too.
 _MAY_DIFFER = {
     *("cluster", "cost"),  # rank 0's hold
     *("strategies", "plan", "lengths", "tokens_per_step", "token_budget"),  # the groups that they lead to are compared
-    *("example", "loss", "passes", "compiled"),  # the programs that they lead to are compared
+    *("example", "loss", "passes", "compiled", "tasks"),  # the programs that they lead to are compared
     *("weights", "initializer"),  # a path on this rank's machine; a function, compared by its name
     *("monitor", "record", "timeout_s"),  # nothing of what ranks exchange
 }
 
 
-def _shared_options(decided: Decided, options: ParallelizeOptions) -> dict[str, object]:
+def _shared_options(decided: Mapping[str, Decided], options: ParallelizeOptions) -> dict[str, object]:
     """What must be the same on every rank, by name: with other groups, orders or seeds a step would hang, or be wrong
     without a word.
     """
-    groups = {group.limit: f"{group.strategy} ({group.token_budget:,} tokens)" for group in decided.groups}
+    groups = {name: _told(one.groups) for name, one in decided.items()}
+    tasks = {name: one.task.weight for name, one in decided.items()}
     own = {one.name: getattr(options, one.name) for one in fields(options) if one.name not in _MAY_DIFFER}
     # Ranks are asked for what rank 0's cost model said; values that are yet to be made are compared by who makes them.
     made = getattr(options.initializer, "__qualname__", type(options.initializer).__name__)
     given = {"whether there is a cost model": options.cost is not None, "initializer": made}
-    return {"strategies (and token budgets)": groups, **given, **own}
+    told = groups if options.tasks is not None else groups[""]
+    return {"tasks (and weights)": list(tasks.items()), "strategies (and token budgets)": told, **given, **own}
 
 
-def _engine(
+def _told(groups: Sequence[LengthGroup]) -> dict[int, str]:
+    return {group.limit: f"{group.strategy} ({group.token_budget:,} tokens)" for group in groups}
+
+
+def _engines(
     module: nn.Module,
-    decided: Decided,
+    decided: Mapping[str, Decided],
+    programs: Mapping[str, TrainGraph],
     options: ParallelizeOptions,
     process_groups: ProcessGroups,
     world_group: Any,
     watcher: Monitor | None,
-) -> tuple[Engine, MemoryReport]:
-    """Allocate, take the parameters home, and put together what runs mini-batches; makes process groups, in the same
-    order on all ranks.
+) -> tuple[dict[str, Engine], MemoryReport]:
+    """Allocate, take the parameters home, and put together what runs mini-batches of each task; makes process groups,
+    in the same order on all ranks.
     """
-    compiled, programs, device, cluster = decided.compiled, decided.programs, decided.device, decided.cluster
+    first = next(iter(decided.values()))
+    device, cluster = first.device, first.cluster
+    runs = sum(len(one.groups) for one in decided.values())
 
     def activations() -> int:
-        return activation_bytes(programs, decided.groups, decided.packed, compiled.lengths)
+        return max(
+            activation_bytes(one.programs, one.groups, one.packed, one.compiled.lengths) for one in decided.values()
+        )
 
     store, schedule, memory, overlap = open_storage(
         module,
-        compiled.programs,
+        programs,
         dist.get_rank(),
         dist.get_world_size(),
         device,
         cluster,
         options,
         activations,
-        options.overlap and may_overlap(len(programs), device, world_group, cluster),
-        decided.given,
+        options.overlap and may_overlap(runs, device, world_group, cluster),
+        tuple(first.compiled.logical.params()),
+        first.given,
     )
     transport = _transport(options, process_groups, device, overlap)
-    engine = Engine(
-        groups=decided.groups,
-        names=decided.names,
-        bound=_bind_all(compiled.programs, process_groups, device, options),
-        costs=_costs(programs, cluster, options),
-        switching=Switching(store, schedule, transport),
-        gradients=Gradients(store, compiled.programs, cluster, options.gradients, transport, options.planner),
-        cluster=cluster,
-        device=device,
-        options=EngineOptions(
-            packed=decided.packed,
-            split=compiled.packing is None,
-            lengths=compiled.lengths,
-            merge=options.merge,
-            order=decided.order,
-            nan=options.nan,
-            seed=options.seed,
-            deterministic=options.deterministic,
-            overlap=overlap,
-            autocast=autocast_dtype(device),
-        ),
-        scaler=_scaler(store, options),
-        recorder=Recorder(device) if options.record else None,
-        watcher=watcher,
-        world_group=world_group,
-        id_limits=decided.id_limits,
-        keys=decided.read_keys,
+    bound = _bind_all(programs, process_groups, device, options)
+    switching = Switching(store, schedule, transport)
+    gradients = Gradients(store, programs, cluster, options.gradients, transport, options.planner)
+    scaler, recorder = _scaler(store, options), Recorder(device) if options.record else None
+    engines = {
+        name: Engine(
+            groups=one.groups,
+            names=one.names,
+            bound={each: bound[each] for each in one.compiled.programs},
+            costs=_costs(one.programs, cluster, options),
+            switching=switching,
+            gradients=gradients,
+            cluster=cluster,
+            device=device,
+            options=_engine_options(one, options, overlap),
+            scaler=scaler,
+            recorder=recorder,
+            watcher=watcher,
+            world_group=world_group,
+            reading=one.reading,
+            task=name,
+        )
+        for name, one in decided.items()
+    }
+    return engines, memory
+
+
+def _engine_options(decided: Decided, options: ParallelizeOptions, overlap: bool) -> EngineOptions:
+    compiled = decided.compiled
+    return EngineOptions(
+        packed=decided.packed,
+        split=compiled.packing is None and not decided.is_whole,
+        lengths=compiled.lengths,
+        merge=options.merge,
+        order=decided.order,
+        nan=options.nan,
+        seed=options.seed,
+        deterministic=options.deterministic,
+        overlap=overlap,
+        autocast=autocast_dtype(decided.device),
     )
-    return engine, memory
 
 
 def _plain_calls(
+    programs: Mapping[str, TrainGraph],
     decided: Decided,
     engine: Engine,
     plain: str,
@@ -239,7 +277,7 @@ def _plain_calls(
 ) -> PlainCalls:
     """What `model(x)` runs."""
     return PlainCalls(
-        {name: program.strategy for name, program in decided.compiled.programs.items()},
+        {name: program.strategy for name, program in programs.items()},
         plain,
         engine.switching,
         decided.cluster,
@@ -250,7 +288,7 @@ def _plain_calls(
         captured=captured,
         precision=decided.compiled.precision,
         watched=lambda: engine.watched("backward of a plain call"),
-        noted={note.partition(" (")[0] for program in decided.programs for note in program.notes},
+        noted={note.partition(" (")[0] for program in programs.values() for note in program.notes},
     )
 
 

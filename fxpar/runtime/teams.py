@@ -48,14 +48,8 @@ class BoundTeam:
         return {**found, "loss": total.pop(""), "metrics": total}
 
     def run_forward(self, micro_batches: Sequence[MicroRun]) -> dict[str, Tensor]:
-        """As `BoundPipeline.run_forward`. A team without stages runs its backward, too, whose gradients nobody takes:
-        its graph is one.
-        """
-        if isinstance(self._bound, BoundPipeline):
-            return self._total(self._bound.run_forward(micro_batches))
-        self._bound.run_all(micro_batches)
-        found = self._bound.finish()
-        return self._total({"loss": found["loss"], **found["metrics"]})
+        """As `BoundPipeline.run_forward`."""
+        return self._total(self._bound.run_forward(micro_batches))
 
     def _total(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The sums over teams of what each has found; all ranks of a team have found the same."""

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fxpar.errors import ChangedParameterError, GradientHookError, ParallelizeError
 from fxpar.ir.exec_graph import Program
 from fxpar.passes.share_weights import ALIGN_BYTES, SharedStorage
-from fxpar.store.home import param_specs, wire_layout
+from fxpar.store.home import specs_of, wire_layout
 from fxpar.store.home_tensors import HomeMeshes, broadcast_replicated
 from fxpar.switch.layout import ParamLayout, layout_of
 from fxpar.torch_api.dtensors import local_of
@@ -58,9 +58,8 @@ class WeightStore:
         device: torch.device,
     ) -> None:
         self.home, self.storage, self.rank, self.device = home, storage, rank, device
-        first = next(iter(programs.values()))
-        self.specs = param_specs(first)
-        self.trained = {out.fqn for out in first.outputs if out.kind == "grad"}
+        self.specs = specs_of(programs.values())
+        self.trained = {out.fqn for program in programs.values() for out in program.outputs if out.kind == "grad"}
         self.wire = wire_layout(home, self.specs)
         self.layouts = {name: layout_of(program, name) for name, program in programs.items()}
         _, self.home_tensors = self._views(list(home.params))
