@@ -26,10 +26,11 @@ from fxpar.runtime.options import (
     cluster_here,
     compile_strategies,
     compile_task,
+    on_ranks,
     strategy_names,
 )
 from fxpar.runtime.reading import Reading, TokenRows, WholeBatches, is_row_of_tokens
-from fxpar.runtime.task import CompiledModel, Task
+from fxpar.runtime.task import CompiledModel, Task, check_ranks
 from fxpar.store import check_order
 from fxpar.store.folder import Given
 from fxpar.tracer.signature import model_device
@@ -108,15 +109,19 @@ def tasks_of(strategies: Mapping[int, Strategy | str] | None, options: Paralleli
 
 def decide(module: nn.Module, name: str, task: Task, options: ParallelizeOptions) -> Decided:
     """Capture and lower, or take what was given, and check what belongs together."""
-    assert task.strategies is not None
-    world = dist.get_world_size()
-    groups = length_groups(task.strategies, world=world, token_budget=task.token_budget)
+    strategies, world = task.strategies, dist.get_world_size()
+    assert strategies is not None
+    if task.ranks is not None:
+        check_ranks(name, task.ranks, world)
+        strategies, world = on_ranks(strategies, task.ranks), len(task.ranks)
+    groups = length_groups(strategies, world=world, token_budget=task.token_budget)
     names = strategy_names([group.strategy for group in groups])
     device = model_device(module)
-    cluster = cluster_here(options.cluster, world, device)
+    cluster = cluster_here(options.cluster, dist.get_world_size(), device)
     given = None if options.weights is None else Given.to(module, options.weights)
     compiled = task.compiled or _compile(module, name, task, options)
     _check_compiled(compiled, names, task, options)
+    _check_placed(name, task, compiled)
     before = f"{name}: " if name else ""
     # In the order of the groups: the order of a dict that was given may be another one on another rank.
     programs = {before + each: compiled.programs[each] for each in dict.fromkeys(names)}
@@ -163,6 +168,20 @@ def _check_compiled(compiled: CompiledModel, names: Sequence[str], task: Task, o
         raise ParallelizeError("compiled is lowered already; give passes to fxpar.compile_strategies")
     if compiled.packing is not None:
         _check_packed(programs)
+
+
+def _check_placed(name: str, task: Task, compiled: CompiledModel) -> None:
+    """Raise TaskError for a task on some ranks whose step writes buffers, which the others would not have; and for
+    programs that were compiled for other ranks.
+    """
+    if task.ranks is None:
+        return
+    written = [out.fqn for out in compiled.logical.outputs if out.kind == "buffer"]
+    if written:
+        raise TaskError(name, f"writes {', '.join(written)} on some ranks only, so that the others would not have it")
+    for program in compiled.programs.values():
+        if program.mesh.ranks != tuple(task.ranks):
+            raise TaskError(name, f"was compiled for ranks {program.mesh.ranks}, and is to run on {list(task.ranks)}")
 
 
 def _check_limits(compiled: CompiledModel, groups: Sequence[LengthGroup]) -> None:

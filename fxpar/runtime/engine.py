@@ -124,6 +124,11 @@ class Engine:
         paces = {name: bound.pace for name, bound in self.bound.items()}
         return {name: pace for name, pace in paces.items() if home and pace is not None}
 
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that run its programs."""
+        return next(iter(self.bound.values())).program.mesh.ranks
+
     @property
     def border_factor(self) -> float:
         """On what switches and reductions are predicted to take."""
@@ -252,6 +257,8 @@ class Engine:
     ) -> list[MicroRun]:
         """What this rank's replica runs, with idle ones where it must run as many as the others."""
         program = bound.program
+        if bound.rank not in program.mesh:
+            return []
         of_team = [group.replicas[i] for i in bound.replicas]
 
         def load(micro: MicroBatch, text: str) -> Mapping[str, Tensor]:

@@ -127,12 +127,13 @@ class Evaluation:
         return {name: float(one) for name, one in found.items()}
 
     def _captured(self, module: nn.Module, name: str, sequences: Sequence[Any], group: GroupPlan) -> dict[str, float]:
-        """The sums of all ranks, on the first one."""
+        """The sums of all ranks that run it, on the first of them."""
         if name not in self._bound:
             self._bound[name] = self._bind(module, name)
         bound, engine = self._bound[name], self.engine
         program, of_team = bound.program, [group.replicas[i] for i in bound.replicas]
-        micro_batches = list(of_team[replica_of(program, bound.rank)])
+        here = bound.rank in program.mesh
+        micro_batches = list(of_team[replica_of(program, bound.rank)]) if here else []
         staged, zero = isinstance(program, PipelineGraph), program.strategy.most_zero
         idle = max(map(len, of_team)) - len(micro_batches) if zero == 3 or (zero and not staged) else 0
         row = partial(engine.reading.row, program, sequences)
@@ -142,11 +143,11 @@ class Evaluation:
         engine.switching.to(name, ())
         bound.prepare(engine.switching.store.compute(name), dict(module.named_buffers(remove_duplicate=False)))
         sums = bound.run_forward(runs)
-        return {each: float(value) if bound.rank == 0 else 0.0 for each, value in sums.items()}
+        return {each: float(value) if bound.rank == program.mesh.ranks[0] else 0.0 for each, value in sums.items()}
 
     def _bind(self, module: nn.Module, name: str) -> Bound:
         """The model in evaluation mode, with the weights where training has them."""
-        strategy = self.calls.strategies[name]
+        strategy = self.engine.bound[name].program.strategy
         with muted_warnings():  # all of them have come from training
             self._logical = self._logical or self.capture(module)
             program = lower(self._logical, strategy, for_store=True)

@@ -114,8 +114,9 @@ def _open(
         for one in decided.values():
             tell(one, options)
         tell_of_tasks({name: one.compiled.logical for name, one in decided.items()})
-    groups = [group for one in decided.values() for group in one.groups]
-    plain = _plain_strategy(options, groups, [name for one in decided.values() for name in one.names])
+    everywhere = [one for one in decided.values() if one.task.ranks is None]  # what plain calls can run under
+    groups = [group for one in everywhere for group in one.groups]
+    plain = _plain_strategy(options, groups, [name for one in everywhere for name in one.names])
     process_groups = ProcessGroups(options.timeout_s)
     world_group = process_groups.world()
     cluster = agreed_cluster(first.cluster, first.device.type, world_group)
@@ -175,13 +176,18 @@ def _shared_options(decided: Mapping[str, Decided], options: ParallelizeOptions)
     without a word.
     """
     groups = {name: _told(one.groups) for name, one in decided.items()}
-    tasks = {name: one.task.weight for name, one in decided.items()}
+    tasks = {name: (one.task.weight, list(one.task.ranks or ())) for name, one in decided.items()}
     own = {one.name: getattr(options, one.name) for one in fields(options) if one.name not in _MAY_DIFFER}
     # Ranks are asked for what rank 0's cost model said; values that are yet to be made are compared by who makes them.
     made = getattr(options.initializer, "__qualname__", type(options.initializer).__name__)
     given = {"whether there is a cost model": options.cost is not None, "initializer": made}
     told = groups if options.tasks is not None else groups[""]
-    return {"tasks (and weights)": list(tasks.items()), "strategies (and token budgets)": told, **given, **own}
+    return {
+        "tasks (and weights, and ranks)": list(tasks.items()),
+        "strategies (and token budgets)": told,
+        **given,
+        **own,
+    }
 
 
 def _told(groups: Sequence[LengthGroup]) -> dict[int, str]:
@@ -277,7 +283,7 @@ def _plain_calls(
 ) -> PlainCalls:
     """What `model(x)` runs."""
     return PlainCalls(
-        {name: program.strategy for name, program in programs.items()},
+        {name: one.strategy for name, one in programs.items() if one.mesh.ranks == tuple(range(dist.get_world_size()))},
         plain,
         engine.switching,
         decided.cluster,
@@ -328,6 +334,8 @@ def _plain_strategy(options: ParallelizeOptions, groups: Sequence[LengthGroup], 
     """What `model(x)` runs under unless told otherwise: of the strategies that can (without stages), the one that takes
     the longest sequences.
     """
+    if options.plain is None and not names:
+        return ""
     if options.plain is None:
         return names[max(range(len(groups)), key=lambda g: (groups[g].strategy.stages == 1, groups[g].limit))]
     if options.plain not in names:

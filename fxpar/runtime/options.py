@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -232,6 +232,7 @@ def compile_task(
     if given is None:
         raise TaskError("", "has no strategies: give some to the task, or to all")
     check_strategies(given)
+    given = given if task.ranks is None else on_ranks(given, task.ranks)
     with collector_paused():
         logical = capture_step(module, task.loss, task.example, task.dynamic, tell_unused=False)
         read, unpacked = without_unread(logical), "its batches are whole"
@@ -239,6 +240,12 @@ def compile_task(
             read, unpacked = packed_if_proved(read, force=bool(packed))
         programs = _programs(read, given, task.token_budget, as_precision(precision), passes)
         return CompiledModel(logical, programs, {}, as_precision(precision), read.packing, unpacked)
+
+
+def on_ranks(strategies: Mapping[int, Strategy | str], ranks: Sequence[int]) -> dict[int, Strategy]:
+    """Strategies whose ranks begin at the first of these."""
+    parsed = {limit: Strategy.parse(one) if isinstance(one, str) else one for limit, one in strategies.items()}
+    return {limit: replace(one, offset=ranks[0]) for limit, one in parsed.items()}
 
 
 def _programs(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 import sympy
 import torch
@@ -32,63 +32,62 @@ from fxpar.runtime.padding import pad
 Sequence_ = Tensor | Mapping[str, Tensor]
 
 
-class Reading(Protocol):
-    """How one item of a mini-batch after the other becomes what a program takes. Errors name the item."""
-
-    def check(self, items: Sequence[Sequence_]) -> None:
-        """Raise what is wrong with any of them, on all ranks alike."""
-
-    def check_present(self, items: Sequence[Sequence_], keys: Collection[str]) -> None:
-        """Raise an error for the first item that lacks one of these keys."""
-
-    def apart(self, items: Sequence[Sequence_]) -> list[Sequence_]:
-        """The documents of which they consist, each as an item."""
-
-    @property
-    def length_dim(self) -> str:
-        """The dynamic dim that a length is of; empty if there is none."""
-
-    def lengths(self, items: Sequence[Sequence_]) -> tuple[int, ...]:
-        """What limits of strategies are about."""
-
-    def valid(self, items: Sequence[Sequence_]) -> int:
-        """What the summed loss of all of them is divided by."""
-
-    def row(self, program: Program, items: Sequence[Sequence_], micro: MicroBatch) -> dict[str, Tensor]:
-        """The batch of a micro-batch, padded as the program needs it."""
-
-    def unpadded(self, items: Sequence[Sequence_], micro: MicroBatch, keys: Collection[str]) -> dict[str, Tensor]:
-        """The batch of a micro-batch as the user's loss function takes it."""
-
-    def shortest(self, items: Sequence[Sequence_], group: GroupPlan) -> MicroBatch:
-        """The least that a group can run."""
-
-
 @dataclass(frozen=True)
-class _Items:
-    """What a captured step reads of a batch: `keys`, and which numbers index which tables."""
+class Reading(ABC):
+    """How the items of a mini-batch become what a program takes. `keys` are what the captured step reads of a batch,
+    `id_limits` says which numbers index which tables. Errors name the item, and are the same on all ranks.
+    """
 
     keys: Mapping[str, TensorMeta] = field(default_factory=dict)
     id_limits: Mapping[str, IdLimit] = field(default_factory=dict)
 
-    def lengths(self, items: Sequence[Sequence_]) -> tuple[int, ...]:
-        return tuple(map(self.length, items))
-
     @property
+    @abstractmethod
     def length_dim(self) -> str:
         """The dynamic dim that a length is of; empty if there is none."""
-        return TOKENS
 
+    @abstractmethod
+    def check(self, items: Sequence[Sequence_]) -> None:
+        """Raise what is wrong with any of them."""
+
+    @abstractmethod
+    def check_present(self, items: Sequence[Sequence_], keys: Collection[str]) -> None:
+        """Raise an error for the first item that lacks one of these keys."""
+
+    @abstractmethod
+    def apart(self, items: Sequence[Sequence_]) -> list[Sequence_]:
+        """The documents of which they consist, each as an item."""
+
+    @abstractmethod
     def length(self, item: Sequence_) -> int:
-        raise NotImplementedError
+        """What limits of strategies are about."""
+
+    @abstractmethod
+    def valid(self, items: Sequence[Sequence_]) -> int:
+        """What the summed loss of all of them is divided by."""
+
+    @abstractmethod
+    def row(self, program: Program, items: Sequence[Sequence_], micro: MicroBatch) -> dict[str, Tensor]:
+        """The batch of a micro-batch, padded as the program needs it."""
+
+    @abstractmethod
+    def unpadded(self, items: Sequence[Sequence_], micro: MicroBatch, keys: Collection[str]) -> dict[str, Tensor]:
+        """The batch of a micro-batch as the user's loss function takes it."""
+
+    def lengths(self, items: Sequence[Sequence_]) -> tuple[int, ...]:
+        """Of each."""
+        return tuple(map(self.length, items))
 
     def shortest(self, items: Sequence[Sequence_], group: GroupPlan) -> MicroBatch:
+        """The least that a group can run."""
         length, index = min((self.length(items[i]), i) for i in group.sequences)
         return MicroBatch((index,), length)
 
 
-class TokenRows(_Items):
+class TokenRows(Reading):
     """Sequences of tokens, of which a row has one or several (`fxpar.batching.collate`)."""
+
+    length_dim = TOKENS
 
     def check(self, items: Sequence[Sequence_]) -> None:
         check_sequences(items)
@@ -114,7 +113,7 @@ class TokenRows(_Items):
         return collate(items, micro, keys)
 
 
-class WholeBatches(_Items):
+class WholeBatches(Reading):
     """Batches as they were captured, images or pairs or text with images, each of which runs alone. Its length is that
     of its dynamic dim (tokens, if it has any, else rows); it counts as many as it has labels other than -100, or rows.
     """

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.errors import FxparError, NanLossError
 from fxpar.runtime.agree import check_same_batch
+from fxpar.runtime.binding import Bound
 from fxpar.runtime.engine import Engine, Given, Share
 from fxpar.runtime.mini_batch import GroupWork, MiniBatch
 from fxpar.runtime.modes import cast_as_captured, deterministic_kernels
 from fxpar.runtime.report import GroupReport, StepReport, metrics_of
-from fxpar.runtime.spans import GroupRun
 
 
 def agreed(given: Sequence[Given]) -> list[Share]:
@@ -76,29 +78,84 @@ def _step(given: Sequence[Given], buffers: dict[str, Tensor]) -> StepReport:
     planned = time.perf_counter()
     factor = 1.0 if engine.scaler is None else engine.scaler.scale
     engine.gradients.begin(factor, set().union(*(share.engine.trained for share in shares)))
-    works: list[GroupWork] = []
-    runs: list[GroupRun] = []
     for share in shares:
         share.engine.lately.append(share.engine.reading.lengths(share.sequences))
-        works += share.engine.works(share.plan.groups, share.sequences, factor * share.scale)
-        runs += share.engine.runs(share.plan.groups, share.sequences) if engine.recorder is not None else []
+    works, waves = _in_waves(
+        shares, [one.engine.works(one.plan.groups, one.sequences, factor * one.scale) for one in shares]
+    )
     bound = {name: one for share in shares for name, one in share.engine.bound.items()}
     batch = MiniBatch(
-        works, bound, engine.switching, engine.gradients, buffers, engine.phase, engine.recorder, engine.border_factor
+        [work for _, work in works],
+        bound,
+        engine.switching,
+        engine.gradients,
+        buffers,
+        engine.phase,
+        engine.recorder,
+        engine.border_factor,
     )
-    reports = batch.run(engine.options.overlap)
+    reports = batch.run(engine.options.overlap, waves)
+    _hear_of_others(batch, bound, engine)
     losses = [loss / factor for loss in batch.losses]
     engine.gradients.end()
-    skipped = _overflowed(engine, factor) or _is_no_number(engine, losses, works)
+    skipped = _overflowed(engine, factor) or _is_no_number(engine, losses, batch.groups)
     for share in shares:
         share.engine.steps += 1
     spent = {"wall_s": time.perf_counter() - begun, "plan_s": planned - begun, "skipped": skipped}
-    found, place = [], 0
-    for share in shares:
-        mine = slice(place, place := place + len(share.plan.groups))
-        found.append(_report(share, reports[mine], losses[mine], metrics_of(batch.metrics[mine]), spent))
+    found = []
+    for number, share in enumerate(shares):
+        own = [place for place, (of, _) in enumerate(works) if of == number]
+        metrics = metrics_of([batch.metrics[place] for place in own])
+        found.append(_report(share, [reports[i] for i in own], [losses[i] for i in own], metrics, spent))
     whole = found[0] if not engine.task else _together(shares, found)
-    return whole if engine.recorder is None else replace(whole, trace=engine.recorder.trace(runs))
+    if engine.recorder is None:
+        return whole
+    runs = [run for share in shares for run in share.engine.runs(share.plan.groups, share.sequences)]
+    return replace(whole, trace=engine.recorder.trace(runs))
+
+
+def _in_waves(
+    shares: Sequence[Share], works: Sequence[Sequence[GroupWork]]
+) -> tuple[list[tuple[int, GroupWork]], list[int]]:
+    """The works in the order of running, each with the number of its share, and how many run at the same time: the
+    first groups of shares on different ranks that follow each other, then their second ones. No waves if all shares
+    run on all ranks.
+    """
+    side_by_side: list[list[int]] = []
+    busy: set[int] = set()
+    for number, share in enumerate(shares):
+        ranks = set(share.engine.ranks)
+        if not side_by_side or busy & ranks:
+            side_by_side.append([])
+            busy = set()
+        side_by_side[-1].append(number)
+        busy |= ranks
+    found: list[tuple[int, GroupWork]] = []
+    sizes = []
+    for numbers in side_by_side:
+        for turn in range(max(len(works[number]) for number in numbers)):
+            wave = [(number, works[number][turn]) for number in numbers if turn < len(works[number])]
+            found, sizes = found + wave, [*sizes, len(wave)]
+    return found, sizes if max(sizes) > 1 else []
+
+
+def _hear_of_others(batch: MiniBatch, bound: Mapping[str, Bound], engine: Engine) -> None:
+    """Losses and metrics of groups that only some ranks run, on all ranks: from the first rank of each."""
+    partly = [i for i, one in enumerate(batch.groups) if bound[one.name].program.mesh.size < engine.switching.world]
+    if not partly:
+        return
+    tells = [bound[batch.groups[i].name].program.mesh.ranks[0] == bound[batch.groups[i].name].rank for i in partly]
+    mine = [
+        value * told
+        for i, told in zip(partly, tells, strict=True)
+        for value in (batch.losses[i], *batch.metrics[i].values())
+    ]
+    sums = torch.tensor(mine, dtype=torch.float64, device=engine.device)
+    dist.all_reduce(sums, group=engine.world_group)
+    values = iter(sums.tolist())
+    for i in partly:
+        batch.losses[i] = next(values)
+        batch.metrics[i] = {name: next(values) for name in batch.metrics[i]}
 
 
 def _report(
@@ -157,13 +214,13 @@ def _overflowed(engine: Engine, factor: float) -> bool:
     return overflow and not give_up
 
 
-def _is_no_number(engine: Engine, losses: Sequence[float], works: Sequence[GroupWork]) -> bool:
+def _is_no_number(engine: Engine, losses: Sequence[float], groups: Sequence[GroupWork]) -> bool:
     """Whether the mini-batch is left out because its loss is no number. Losses are the same on every rank."""
     bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
     if bad is None:
         return False
     engine.gradients.drop()
     if engine.options.nan == "error":
-        where = str(works[bad].spec) if not engine.task else f"<={works[bad].spec.limit}: {works[bad].name}"
+        where = str(groups[bad].spec) if not engine.task else f"<={groups[bad].spec.limit}: {groups[bad].name}"
         raise NanLossError(losses[bad], engine.steps + 1, where)
     return True

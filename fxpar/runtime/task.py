@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,8 @@ class Task:
     `loss` and `example` are as there. An example that is one row of tokens ([1, T, ...] under all keys) makes
     mini-batches of sequences; any other one makes lists of batches like it, each of which runs alone. `weight`, a
     number above 0, multiplies the mean of its loss. `strategies` and `token_budget`: by default those of `parallelize`.
+    `ranks`: consecutive ranks that it runs on, by default all; its strategies are for so many. Tasks on different ranks
+    that follow each other run at the same time.
     `dynamic`: which sizes of batches may differ, as in `fxpar.capture`. `compiled`: what `fxpar.compile_task` made.
 
     Raises TaskError.
@@ -57,6 +59,7 @@ class Task:
     weight: float = 1.0
     strategies: Mapping[int, Strategy | str] | None = None
     token_budget: int | Mapping[int, int] | None = None
+    ranks: Sequence[int] | None = None
     dynamic: Dynamic = "auto"
     compiled: CompiledModel | None = None
 
@@ -66,6 +69,13 @@ class Task:
             raise TaskError("", f"has weight={weight!r}, not a number above 0; leave its batch out to skip a task")
         if not callable(self.loss):
             raise TaskError("", f"has loss={self.loss!r}, not a function of a model and a batch")
+
+
+def check_ranks(name: str, ranks: Sequence[int], world: int) -> None:
+    """Raise TaskError unless they are consecutive ranks of the world."""
+    known = list(ranks)
+    if not known or known != list(range(known[0], known[0] + len(known))) or known[0] < 0 or known[-1] >= world:
+        raise TaskError(name, f"has ranks={ranks!r}: give consecutive ones of 0 to {world - 1}, such as range(2, 4)")
 
 
 def check_tasks(tasks: object) -> None:

@@ -146,6 +146,8 @@ def one_device(
     """The weighted sum of the mean losses, one sequence and batch at a time; gradients are added to."""
     found: dict[str, Any] = {"losses": {}}
     for name, items in mini_batch.items():
+        if not items:
+            continue
         batches = [row(item) if isinstance(item, Tensor) else item for item in items]
         whole, mean = sum(count(name, batch) for batch in batches), 0.0
         for batch in batches:
