@@ -13,6 +13,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ParamSpec, Protocol
 
 from torch import Tensor, nn
@@ -20,14 +21,16 @@ from torch import Tensor, nn
 from fxpar.batching import BatchPlan
 from fxpar.errors import ParallelizeError, nearest
 from fxpar.errors.base import one_line
+from fxpar.ir.strategy import Strategy
 from fxpar.monitor import Monitor
 from fxpar.runtime.ahead import DrawnAhead
 from fxpar.runtime.notices import only_rank_0_warns
-from fxpar.runtime.opening import open_session
+from fxpar.runtime.opening import change_tasks, open_session
 from fxpar.runtime.options import ParallelizeOptions
 from fxpar.runtime.planned import check_choice, chosen
 from fxpar.runtime.report import Evaluated, StepReport
 from fxpar.runtime.session import Session
+from fxpar.runtime.task import Task
 from fxpar.store import MemoryReport
 
 _STATE = "_fxpar_session"
@@ -263,6 +266,23 @@ class ParallelModule(nn.Module):
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> ParallelModule:
         """Nothing to do: the storage was made, and filled, by `parallelize`. (Code for sharded models calls this.)"""
+        return self
+
+    def change_tasks(
+        self, tasks: Mapping[str, Task], strategies: Mapping[int, Strategy | str] | None = None
+    ) -> ParallelModule:
+        """Train for these tasks from the next step on, as `parallelize(tasks=..., strategies=...)` takes them: tasks
+        join, leave, or get other weights, strategies or ranks. Weights, gradients and the count of steps stay, an
+        optimizer goes on; a task that is the same but for its weight is not captured again. All ranks call it alike.
+
+        Raises what `parallelize` raises, and then nothing has changed.
+        """
+        session = self._session()
+        if session.options.tasks is None:
+            raise ParallelizeError("change_tasks: this model was parallelized with one loss, without tasks=")
+        check_choice(replace(session.options, tasks=tasks, strategies=strategies))
+        with only_rank_0_warns():
+            self.__dict__[_STATE] = change_tasks(self, session, tasks, strategies)
         return self
 
     def using(self, strategy: str) -> Any:

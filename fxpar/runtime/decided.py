@@ -107,8 +107,12 @@ def tasks_of(strategies: Mapping[int, Strategy | str] | None, options: Paralleli
     return found
 
 
-def decide(module: nn.Module, name: str, task: Task, options: ParallelizeOptions) -> Decided:
-    """Capture and lower, or take what was given, and check what belongs together."""
+def decide(
+    module: nn.Module, name: str, task: Task, options: ParallelizeOptions, device: torch.device | None = None
+) -> Decided:
+    """Capture and lower, or take what was given, and check what belongs together. `device`: where the weights are, by
+    default where the module has them.
+    """
     strategies, world = task.strategies, dist.get_world_size()
     assert strategies is not None
     if task.ranks is not None:
@@ -116,7 +120,7 @@ def decide(module: nn.Module, name: str, task: Task, options: ParallelizeOptions
         strategies, world = on_ranks(strategies, task.ranks), len(task.ranks)
     groups = length_groups(strategies, world=world, token_budget=task.token_budget)
     names = strategy_names([group.strategy for group in groups])
-    device = model_device(module)
+    device = device or model_device(module)
     cluster = cluster_here(options.cluster, dist.get_world_size(), device)
     given = None if options.weights is None else Given.to(module, options.weights)
     compiled = task.compiled or _compile(module, name, task, options)

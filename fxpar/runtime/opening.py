@@ -11,41 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fxpar.batching import GroupCost, LengthGroup
-from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.group import program_cost
-from fxpar.cost.group_cost import Cost, TeamsCost
-from fxpar.errors import CostContractError, ParallelizeError, nearest
+from fxpar.batching import LengthGroup
+from fxpar.errors import ParallelizeError, nearest
 from fxpar.ir.collector import collector_paused
-from fxpar.ir.graph import LogicalGraph
-from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.monitor import Monitor, looks_like_peer_loss
-from fxpar.passes.pack_documents import pack_documents
-from fxpar.precision import with_precision
 from fxpar.runtime.agree import agreed_cluster, check_same_options, check_same_programs, check_same_values
-from fxpar.runtime.attributes import plain_attributes
-from fxpar.runtime.binding import Bound, bind_here
-from fxpar.runtime.calls import PlainCalls
+from fxpar.runtime.assembled import put_together
 from fxpar.runtime.decided import Decided, decide, tasks_of, tell
-from fxpar.runtime.engine import Engine, EngineOptions
-from fxpar.runtime.evaluate import Evaluation
-from fxpar.runtime.gradients import Gradients
-from fxpar.runtime.loss_scaler import LossScaler
 from fxpar.runtime.notices import tell_of_tasks
-from fxpar.runtime.options import CostModel, ParallelizeOptions, capture_step
-from fxpar.runtime.session import Session, SessionTask
-from fxpar.runtime.spans import Recorder
-from fxpar.runtime.storage import activation_bytes, may_overlap, open_storage
-from fxpar.runtime.switching import Switching, TransportOptions
+from fxpar.runtime.options import ParallelizeOptions
+from fxpar.runtime.session import Ground, Session
 from fxpar.runtime.task import Task
-from fxpar.store import MemoryReport
 from fxpar.store.home import rules_by_fqn
-from fxpar.store.weights import WeightStore
-from fxpar.torch_api.hooks import hooked_modules
-from fxpar.tracer.finish import without_unread
-from fxpar.tracer.signature import autocast_dtype
-from fxpar.transport import Staging
 from fxpar.transport.groups import ProcessGroups
 
 
@@ -110,55 +88,56 @@ def _open(
     decided = {name: decide(module, name, task, options) for name, task in tasks.items()}
     first = next(iter(decided.values()))
     require_backend(first.device)
+    plain = _told(decided, options)
+    process_groups = ProcessGroups(options.timeout_s)
+    world_group = process_groups.world()
+    cluster = agreed_cluster(first.cluster, first.device.type, world_group)
+    _check_alike(decided, options, world_group)
+    check_same_values(module, world_group)
+    ground = Ground(process_groups, world_group, cluster, watcher)
+    return put_together(module, decided, plain, options, ground)
+
+
+def change_tasks(
+    module: nn.Module,
+    before: Session,
+    tasks: Mapping[str, Task],
+    strategies: Mapping[int, Strategy | str] | None,
+) -> Session:
+    """The session of other tasks: weights, gradients and the count of steps stay. What a task became is kept where it
+    is the same. All ranks call it alike.
+    """
+    options = replace(before.options, tasks=tasks, strategies=strategies, weights=None)
+    ground, store = before.ground, before.store
+    wanted = {name: before.kept(name, task) for name, task in tasks_of(strategies, options).items()}
+    with before.engine.watched("change of tasks"), collector_paused():
+        store.check_adopted(module, trained=False)
+        dtypes = {info.fqn: info.meta.dtype for info in before.compiled.logical.params()}
+        with store.shown_without_values(module, dtypes), before.calls.tracing():
+            decided = {name: decide(module, name, task, options, store.device) for name, task in wanted.items()}
+        plain = _told(decided, options)
+        _check_alike(decided, options, ground.world_group)
+        return put_together(module, decided, plain, options, ground, before)
+
+
+def _told(decided: Mapping[str, Decided], options: ParallelizeOptions) -> str:
+    """Warn of what a user may not expect; the strategy of plain calls."""
     if dist.get_rank() == 0:
         for one in decided.values():
             tell(one, options)
         tell_of_tasks({name: one.compiled.logical for name, one in decided.items()})
     everywhere = [one for one in decided.values() if one.task.ranks is None]  # what plain calls can run under
     groups = [group for one in everywhere for group in one.groups]
-    plain = _plain_strategy(options, groups, [name for one in everywhere for name in one.names])
-    process_groups = ProcessGroups(options.timeout_s)
-    world_group = process_groups.world()
-    cluster = agreed_cluster(first.cluster, first.device.type, world_group)
+    return _plain_strategy(options, groups, [name for one in everywhere for name in one.names])
+
+
+def _check_alike(decided: Mapping[str, Decided], options: ParallelizeOptions, world_group: Any) -> None:
+    """Raise OptionMismatchError or ProgramMismatchError where a rank has decided something else."""
+    first = next(iter(decided.values()))
     homes = rules_by_fqn([info.fqn for info in first.compiled.logical.params()], options.home or {})
     check_same_options(_shared_options(decided, options), world_group, compared={"home": homes})
     programs = {name: program for one in decided.values() for name, program in one.compiled.programs.items()}
     check_same_programs(programs, world_group)
-    check_same_values(module, world_group)
-    decided = {name: replace(one, cluster=cluster) for name, one in decided.items()}
-    engines, memory = _engines(module, decided, programs, options, process_groups, world_group, watcher)
-    engine = next(iter(engines.values()))
-    captured = {info.fqn: info.meta.dtype for info in first.compiled.logical.params()}
-    calls = _plain_calls(programs, first, engine, plain, captured, options, process_groups)
-    found = {
-        name: SessionTask(
-            one.task.weight, one.compiled, engines[name], _evaluation(one, engines[name], calls, captured, options)
-        )
-        for name, one in decided.items()
-    }
-    told = hooked_modules(module), plain_attributes(module)
-    return Session(found, engine.switching.store, memory, options, calls, *told)
-
-
-def _evaluation(
-    decided: Decided,
-    engine: Engine,
-    calls: PlainCalls,
-    captured: Mapping[str, torch.dtype],
-    options: ParallelizeOptions,
-) -> Evaluation:
-    task, compiled, store = decided.task, decided.compiled, engine.switching.store
-
-    def capture_again(module: nn.Module) -> LogicalGraph:
-        with store.shown_without_values(module, captured), calls.tracing():
-            logical = capture_step(module, task.loss, task.example, task.dynamic)
-        logical = without_unread(logical) if decided.name else logical
-        if compiled.packing is not None:
-            logical = pack_documents(logical, force=bool(options.packed))
-        return with_precision(logical, compiled.precision)
-
-    keys, mean = tuple(decided.keys), compiled.logical.averaged
-    return Evaluation(engine, calls, task.loss, capture_again, keys, mean, captured_only=bool(decided.name))
 
 
 # Options that a rank may be given otherwise. All others are compared, new ones too.
@@ -175,7 +154,7 @@ def _shared_options(decided: Mapping[str, Decided], options: ParallelizeOptions)
     """What must be the same on every rank, by name: with other groups, orders or seeds a step would hang, or be wrong
     without a word.
     """
-    groups = {name: _told(one.groups) for name, one in decided.items()}
+    groups = {name: _limits(one.groups) for name, one in decided.items()}
     tasks = {name: (one.task.weight, list(one.task.ranks or ())) for name, one in decided.items()}
     own = {one.name: getattr(options, one.name) for one in fields(options) if one.name not in _MAY_DIFFER}
     # Ranks are asked for what rank 0's cost model said; values that are yet to be made are compared by who makes them.
@@ -190,144 +169,8 @@ def _shared_options(decided: Mapping[str, Decided], options: ParallelizeOptions)
     }
 
 
-def _told(groups: Sequence[LengthGroup]) -> dict[int, str]:
+def _limits(groups: Sequence[LengthGroup]) -> dict[int, str]:
     return {group.limit: f"{group.strategy} ({group.token_budget:,} tokens)" for group in groups}
-
-
-def _engines(
-    module: nn.Module,
-    decided: Mapping[str, Decided],
-    programs: Mapping[str, TrainGraph],
-    options: ParallelizeOptions,
-    process_groups: ProcessGroups,
-    world_group: Any,
-    watcher: Monitor | None,
-) -> tuple[dict[str, Engine], MemoryReport]:
-    """Allocate, take the parameters home, and put together what runs mini-batches of each task; makes process groups,
-    in the same order on all ranks.
-    """
-    first = next(iter(decided.values()))
-    device, cluster = first.device, first.cluster
-    runs = sum(len(one.groups) for one in decided.values())
-
-    def activations() -> int:
-        return max(
-            activation_bytes(one.programs, one.groups, one.packed, one.compiled.lengths) for one in decided.values()
-        )
-
-    store, schedule, memory, overlap = open_storage(
-        module,
-        programs,
-        dist.get_rank(),
-        dist.get_world_size(),
-        device,
-        cluster,
-        options,
-        activations,
-        options.overlap and may_overlap(runs, device, world_group, cluster),
-        tuple(first.compiled.logical.params()),
-        first.given,
-    )
-    transport = _transport(options, process_groups, device, overlap)
-    bound = _bind_all(programs, process_groups, device, options)
-    switching = Switching(store, schedule, transport)
-    gradients = Gradients(store, programs, cluster, options.gradients, transport, options.planner)
-    scaler, recorder = _scaler(store, options), Recorder(device) if options.record else None
-    engines = {
-        name: Engine(
-            groups=one.groups,
-            names=one.names,
-            bound={each: bound[each] for each in one.compiled.programs},
-            costs=_costs(one.programs, cluster, options),
-            switching=switching,
-            gradients=gradients,
-            cluster=cluster,
-            device=device,
-            options=_engine_options(one, options, overlap),
-            scaler=scaler,
-            recorder=recorder,
-            watcher=watcher,
-            world_group=world_group,
-            reading=one.reading,
-            task=name,
-        )
-        for name, one in decided.items()
-    }
-    return engines, memory
-
-
-def _engine_options(decided: Decided, options: ParallelizeOptions, overlap: bool) -> EngineOptions:
-    compiled = decided.compiled
-    return EngineOptions(
-        packed=decided.packed,
-        split=compiled.packing is None and not decided.is_whole,
-        lengths=compiled.lengths,
-        merge=options.merge,
-        order=decided.order,
-        nan=options.nan,
-        seed=options.seed,
-        deterministic=options.deterministic,
-        overlap=overlap,
-        autocast=autocast_dtype(decided.device),
-    )
-
-
-def _plain_calls(
-    programs: Mapping[str, TrainGraph],
-    decided: Decided,
-    engine: Engine,
-    plain: str,
-    captured: Mapping[str, torch.dtype],
-    options: ParallelizeOptions,
-    process_groups: ProcessGroups,
-) -> PlainCalls:
-    """What `model(x)` runs."""
-    return PlainCalls(
-        {name: one.strategy for name, one in programs.items() if one.mesh.ranks == tuple(range(dist.get_world_size()))},
-        plain,
-        engine.switching,
-        decided.cluster,
-        process_groups,
-        options.compile,
-        options.seed,
-        epoch=lambda: engine.steps,
-        captured=captured,
-        precision=decided.compiled.precision,
-        watched=lambda: engine.watched("backward of a plain call"),
-        noted={note.partition(" (")[0] for program in programs.values() for note in program.notes},
-    )
-
-
-def _bind_all(
-    programs: Mapping[str, TrainGraph], process_groups: ProcessGroups, device: torch.device, options: ParallelizeOptions
-) -> dict[str, Bound]:
-    """This rank's programs; makes process groups, in the same order on all ranks."""
-    return {
-        name: bind_here(program, process_groups, device=device, compile=options.compile)
-        for name, program in programs.items()
-    }
-
-
-def _scaler(store: WeightStore, options: ParallelizeOptions) -> LossScaler | None:
-    """fp16 gradients need one."""
-    if all(spec.dtype != torch.float16 for spec in store.specs):
-        return None
-    return LossScaler() if options.loss_scale is None else LossScaler(options.loss_scale)
-
-
-def _transport(
-    options: ParallelizeOptions, process_groups: ProcessGroups, device: torch.device, bucketed: bool
-) -> TransportOptions:
-    return TransportOptions(
-        options.execution,
-        options.staging_bytes,
-        options.checked,
-        process_groups.world("transfers"),  # used beside those of the graphs
-        options.timeout_s,
-        bucketed,
-        Staging(device),
-        process_groups,
-    )
 
 
 def _plain_strategy(options: ParallelizeOptions, groups: Sequence[LengthGroup], names: Sequence[str]) -> str:
@@ -366,28 +209,3 @@ def _watcher(options: ParallelizeOptions, world: int) -> Monitor | None:
 
 def _new_monitor(options: ParallelizeOptions) -> Monitor:
     return Monitor.of_world(timeout_s=options.timeout_s or 60.0)
-
-
-def _costs(programs: Sequence[TrainGraph], cluster: ClusterSpec, options: ParallelizeOptions) -> list[Cost]:
-    """What a micro-batch costs under each program: the same on all ranks.
-
-    Raises CostContractError for a `cost` that returns something else.
-    """
-    if options.cost is not None:
-        return _given_costs(programs, cluster, options.cost)
-    return [program_cost(program, cluster) for program in programs]
-
-
-def _given_costs(programs: Sequence[TrainGraph], cluster: ClusterSpec, cost: CostModel) -> list[Cost]:
-    """What the user's cost model says on rank 0, of teams one by one: it may measure, and ranks with other costs would
-    make other plans.
-    """
-    each = [program.teams if isinstance(program, TeamsGraph) else (program,) for program in programs]
-    found: list[Any] = [[cost(team, cluster) for team in teams] for teams in each]
-    for teams, costs in zip(each, found, strict=True):
-        for team, one in zip(teams, costs, strict=True):
-            if not isinstance(one, GroupCost):
-                raise CostContractError(str(team.strategy), one)
-    dist.broadcast_object_list(found, src=0)
-    pairs = zip(programs, found, strict=True)
-    return [TeamsCost(tuple(one)) if isinstance(program, TeamsGraph) else one[0] for program, one in pairs]

@@ -13,9 +13,11 @@ from torch import nn
 
 from fxpar.batching import BatchPlan, LengthGroup
 from fxpar.batching.collate import are_inputs_again
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ParallelizeError, TaskBatchError, warn
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.losses import causal_lm, what_is_called
+from fxpar.monitor import Monitor
 from fxpar.runtime.attributes import PlainAttribute
 from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.drift import Drift
@@ -25,17 +27,28 @@ from fxpar.runtime.options import ParallelizeOptions
 from fxpar.runtime.report import Evaluated, StepReport
 from fxpar.runtime.step import heard_by_all, step
 from fxpar.runtime.storage import activation_bytes
-from fxpar.runtime.task import CompiledModel, batches_of, denominators_of
+from fxpar.runtime.task import CompiledModel, Task, batches_of, denominators_of
 from fxpar.store import MemoryReport
 from fxpar.store.weights import WeightStore
 from fxpar.torch_api.hooks import hooked_modules
+from fxpar.transport.groups import ProcessGroups
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a session stands on: what stays when its tasks change."""
+
+    process_groups: ProcessGroups
+    world_group: Any
+    cluster: ClusterSpec
+    watcher: Monitor | None
 
 
 @dataclass(frozen=True)
 class SessionTask:
-    """One loss of a session: what it became, what runs and evaluates it. `weight` is on its mean loss."""
+    """One loss of a session: what it was given as, what it became, what runs and evaluates it."""
 
-    weight: float
+    task: Task
     compiled: CompiledModel
     engine: Engine
     evaluation: Evaluation
@@ -50,6 +63,7 @@ class Session:
     planned_memory: MemoryReport  # without a budget nobody has asked for activations
     options: ParallelizeOptions
     calls: PlainCalls
+    ground: Ground
     hooks: dict[str, int] | None  # of modules, at the capture; None once a user was told
     attributes: list[PlainAttribute]  # as they were at the capture, but for those of which a user was told
     labels_seen: bool = False  # whether there was a mini-batch
@@ -89,6 +103,14 @@ class Session:
         programs = [self.programs[name] for name in engine.names]
         return activation_bytes(programs, groups, engine.options.packed, engine.options.lengths)
 
+    def kept(self, name: str, task: Task) -> Task:
+        """A task with what it became in this session, if it is the same but for its weight."""
+        known = self.tasks.get(name)
+        if known is None or task.compiled is not None or not known.task.is_alike(task):
+            return task
+        programs = {each.removeprefix(f"{name}: "): one for each, one in known.compiled.programs.items()}
+        return replace(task, compiled=replace(known.compiled, programs=programs))
+
     def _given(self, batches: Any, denominator: float | Mapping[str, float] | None) -> list[Given]:
         """What each engine is given: of one loss the mini-batch; of tasks those that have one, in the order of tasks.
 
@@ -104,11 +126,11 @@ class Session:
             raise
         rescaled = 1.0
         if self.options.absent_tasks == "rescale":
-            rescaled = math.fsum(one.weight for one in self.tasks.values()) / math.fsum(
-                self.tasks[name].weight for name in found
+            rescaled = math.fsum(one.task.weight for one in self.tasks.values()) / math.fsum(
+                self.tasks[name].task.weight for name in found
             )
         return [
-            Given(self.tasks[name].engine, found[name], by_task.get(name), self.tasks[name].weight * rescaled)
+            Given(self.tasks[name].engine, found[name], by_task.get(name), self.tasks[name].task.weight * rescaled)
             for name in self.tasks
             if name in found
         ]

@@ -47,11 +47,12 @@ def open_storage(
     overlap: bool,
     params: Sequence[Input],
     given: Given | None = None,
+    store: WeightStore | None = None,
 ) -> tuple[WeightStore, SwitchSchedule, MemoryReport, bool]:
     """Decide what stays in memory, allocate it, and take the parameters home; the last result is whether groups
     overlap (where they may: if there is room). `activations()` are their bytes; they are only asked for if there is a
     budget, as predicting them takes about a tenth of the time of lowering. `params` are those of the model. Values that
-    are `given` are read by this rank's slices.
+    are `given` are read by this rank's slices. A `store` that has the parameters already is laid out anew.
     """
     specs = specs_of(programs.values(), params)
     home = home_layout(specs, world, options.home)
@@ -87,7 +88,11 @@ def open_storage(
     else:
         kept, overlap = choose_resident(programs, report, seconds, options.memory_budget_bytes, overlap)
     memory = report(kept, overlap)
-    store = WeightStore(programs, home, share_weights(programs, rank, kept), rank=rank, device=device)
+    storage = share_weights(programs, rank, kept)
+    if store is not None:
+        store.lay_out(programs, storage)
+        return store, schedule_of(kept), memory, overlap
+    store = WeightStore(programs, home, storage, rank=rank, device=device)
     names = {info.fqn: (info.fqn, *info.aliases) for info in params}
     on_meta = is_on_meta(module)
     valued = {fqn for fqn in names if module.get_parameter(fqn).device.type != "meta"}

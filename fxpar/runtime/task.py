@@ -70,6 +70,12 @@ class Task:
         if not callable(self.loss):
             raise TaskError("", f"has loss={self.loss!r}, not a function of a model and a batch")
 
+    def is_alike(self, other: Task) -> bool:
+        """Whether the other one becomes the same programs: all but its weight, and whether they are there already."""
+        same = all(getattr(self, name) is getattr(other, name) for name in ("loss", "example"))
+        settings = ("strategies", "token_budget", "ranks", "dynamic")
+        return same and all(getattr(self, name) == getattr(other, name) for name in settings)
+
 
 def check_ranks(name: str, ranks: Sequence[int], world: int) -> None:
     """Raise TaskError unless they are consecutive ranks of the world."""

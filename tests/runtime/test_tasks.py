@@ -99,7 +99,9 @@ def parallel(given: Mapping[str, fxpar.Task], **options: Any) -> Any:
 def ran():
     known: dict[Any, Any] = {}
     works = {name: partial(case.run, case.compiled(known)) for name, case in CASES.items()}
-    works["refusals"] = partial(refusals, CASES["absent"].compiled(known))
+    given = CASES["one strategy"].compiled(known)
+    works["joins and leaves"] = partial(joins_and_leaves, given)
+    works["refusals"] = partial(refusals, given)
     return run_forked(
         3, lambda rank: {name: named(name, partial(work, rank)) for name, work in works.items()}, timeout_s=500
     )
@@ -171,6 +173,43 @@ def refusals(given: Mapping[str, fxpar.Task], rank: int) -> list[str]:
     return [*found, f"step {step.step}, {model.engine_state()['steps']}"]
 
 
+def joins_and_leaves(given: Mapping[str, fxpar.Task], rank: int) -> dict[str, Any]:
+    """Two tasks, then one of them on fewer ranks with others; a change that fails changes nothing."""
+    model = parallel({name: given[name] for name in ("caption", "pairs")})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = [model.train_step({"caption": ALL["caption"], "pairs": ALL["pairs"]}).loss]
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(TaskError, match="has ranks="):
+        model.change_tasks({"pairs": replace(given["pairs"], ranks=(0, 3))}, STRATEGIES)
+    found.append(model.train_step({"pairs": ALL["pairs"]}).loss)
+    optimizer.zero_grad()
+    known = model.fxpar_session.tasks["caption"].compiled.logical
+    kept = replace(given["caption"], weight=3.0, compiled=None)
+    model.change_tasks({"classify": given["classify"], "caption": kept}, STRATEGIES)
+    report = model.train_step({"classify": ALL["classify"], "caption": ALL["caption"]})
+    grads = {n: p.grad if p.grad is None else p.grad.full_tensor() for n, p in model.named_parameters()}
+    optimizer.step()
+    again = model.fxpar_session.tasks["caption"].compiled.logical is known
+    return {"losses": [*found, report.loss], "step": report.step, "grads": grads, "kept": again}
+
+
+def test_tasks_join_and_leave(ran):
+    model, chosen = Towers().double(), tasks(caption={"weight": 0.5})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    want = [one_device(model, chosen, {name: ALL[name] for name in ("caption", "pairs")})["loss"]]
+    optimizer.step()
+    optimizer.zero_grad()
+    want.append(one_device(model, chosen, {"pairs": ALL["pairs"]})["loss"])
+    optimizer.zero_grad()
+    later = tasks(caption={"weight": 3.0})
+    last = one_device(model, later, {name: ALL[name] for name in ("classify", "caption")})
+    for found in (each["joins and leaves"] for each in ran):
+        assert found["losses"] == pytest.approx([*want, last["loss"]], rel=1e-9)
+        assert (found["step"], found["kept"]) == (3, True)
+        assert largest_error(found["grads"], last["grads"]) <= 1e-9
+
+
 def test_what_is_refused(ran):
     names = "the tasks are caption, pairs, classify, describe"
     expected = [
@@ -182,7 +221,7 @@ def test_what_is_refused(ran):
         "WholeBatchError: batch 0 of the mini-batch has 'mask', which the step does not read",
         "BatchIdError: 'ids' of the batch has the value .* has 37 rows",
         "TaskBatchError: denominator= names the task 'caption', which has no batch",
-        "BatchMismatchError: rank",
+        "BatchMismatchError: the plan of the mini-batch on rank",
     ]
     for found in ran:
         for text_, pattern in zip(found["refusals"], expected, strict=False):
