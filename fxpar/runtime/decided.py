@@ -88,7 +88,9 @@ class Decided:
     @property
     def reading(self) -> Reading:
         """How a mini-batch is read."""
-        return (WholeBatches if self.is_whole else TokenRows)(self.read_keys, self.id_limits)
+        if self.is_whole:
+            return WholeBatches(self.read_keys, id_limits(self.compiled.logical, {}))
+        return TokenRows(self.read_keys, self.id_limits)
 
 
 def tasks_of(strategies: Mapping[int, Strategy | str] | None, options: ParallelizeOptions) -> dict[str, Task]:

@@ -123,9 +123,7 @@ class WholeBatches(Reading):
             raise MiniBatchError(items)
         for index, item in enumerate(items):
             self._check(index, item)
-        names = {ALIASES.get(key, key): key for key in self.keys}
-        for meant, limit in self.id_limits.items():
-            key = names[meant]
+        for key, limit in self.id_limits.items():
             for item in items:
                 values = item[key]  # type: ignore[index,call-overload]
                 bad = values[limit.outside(values)]
@@ -184,8 +182,7 @@ class WholeBatches(Reading):
         return item[key].shape[d]  # type: ignore[index,call-overload]
 
     def valid(self, items: Sequence[Sequence_]) -> int:
-        labels = next((key for key in self.keys if ALIASES.get(key, key) == "labels"), None)
-        count = sum(_rows(item) if labels is None else int((item[labels] != IGNORE_INDEX).sum()) for item in items)  # type: ignore[index,misc]
+        count = sum(_rows(item) if "labels" not in self.keys else _labels(item) for item in items)  # type: ignore[arg-type]
         if items and not count:
             raise NoValidTokenError(len(items))
         return count
@@ -197,6 +194,10 @@ class WholeBatches(Reading):
     def unpadded(self, items: Sequence[Sequence_], micro: MicroBatch, keys: Collection[str]) -> dict[str, Tensor]:
         (index,) = micro.sequences
         return {key: items[index][key] for key in keys}  # type: ignore[index,call-overload]
+
+
+def _labels(item: Mapping[str, Tensor]) -> int:
+    return int((item["labels"] != IGNORE_INDEX).sum())
 
 
 def _rows(item: Mapping[str, Tensor]) -> int:
