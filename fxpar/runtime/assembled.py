@@ -97,14 +97,12 @@ def _engines(
     """Allocate, take the parameters home, and put together what runs mini-batches of each task; makes process groups,
     in the same order on all ranks.
     """
-    first = next(iter(decided.values()))
+    first, every = next(iter(decided.values())), tuple(decided.values())
     device, cluster = first.device, ground.cluster
-    runs = sum(len(one.groups) for one in decided.values())
+    runs = sum(len(one.groups) for one in every)
 
     def activations() -> int:
-        return max(
-            activation_bytes(one.programs, one.groups, one.packed, one.compiled.lengths) for one in decided.values()
-        )
+        return max(activation_bytes(one.programs, one.groups, one.packed, one.compiled.lengths) for one in every)
 
     store, schedule, memory, overlap = open_storage(
         module,

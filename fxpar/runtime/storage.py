@@ -93,6 +93,14 @@ def open_storage(
         store.lay_out(programs, storage)
         return store, schedule_of(kept), memory, overlap
     store = WeightStore(programs, home, storage, rank=rank, device=device)
+    _take_home(module, store, params, options, given)
+    return store, schedule_of(kept), memory, overlap
+
+
+def _take_home(
+    module: nn.Module, store: WeightStore, params: Sequence[Input], options: ParallelizeOptions, given: Given | None
+) -> None:
+    """Make the module's parameters those of the store, with their values or those that are made or given."""
     names = {info.fqn: (info.fqn, *info.aliases) for info in params}
     on_meta = is_on_meta(module)
     valued = {fqn for fqn in names if module.get_parameter(fqn).device.type != "meta"}
@@ -102,7 +110,6 @@ def open_storage(
         materialize(module, store, names, options.initializer, options.meta_init == "whole", taken, valued)
     if given is not None:
         _read_home(given, module, store)
-    return store, schedule_of(kept), memory, overlap
 
 
 def _read_home(given: Given, module: nn.Module, store: WeightStore) -> None:
