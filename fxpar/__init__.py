@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fxpar.runtime.task import Task
     from fxpar.store.folder import Weights
     from fxpar.tracer import capture
+    from fxpar.tracer.experts import expert_mm, weighted_sum
     from fxpar.transport.redistribute import redistribute
 
 _WHERE = {
@@ -52,11 +53,13 @@ _WHERE = {
     "check": "fxpar.checking",
     "compile_strategies": "fxpar.runtime.options",
     "compile_task": "fxpar.runtime.options",
+    "expert_mm": "fxpar.tracer.experts",
     "losses": "fxpar.losses:",
     "lower": "fxpar.lowering",
     "overrides_from_tp_plan": "fxpar.annotate.tp_plan",
     "parallelize": "fxpar.api",
     "redistribute": "fxpar.transport.redistribute",
+    "weighted_sum": "fxpar.tracer.experts",
 }
 
 __all__ = [
@@ -82,11 +85,13 @@ __all__ = [
     "check",
     "compile_strategies",
     "compile_task",
+    "expert_mm",
     "losses",
     "lower",
     "overrides_from_tp_plan",
     "parallelize",
     "redistribute",
+    "weighted_sum",
 ]
 
 

@@ -1,9 +1,9 @@
 """Prefetch gathers: the parameters of a block are gathered while the block before computes (ZeRO-3).
 
-Before: each gather stands right in front of the first use of what it gathers. After: it starts where the gather before
-it is waited for, so that the network brings the parameters of one block while the device computes with those of
-another, as FSDP's prefetch does (Zhao et al., "PyTorch FSDP", section 3.3.2). The first gather of the backward starts
-with the backward.
+Before: each gather stands right in front of the first use of what it gathers. After: those of a block start where the
+first one of the block before is waited for, so that the network brings the parameters of one block while the device
+computes with those of another, as FSDP's prefetch does (Zhao et al., "PyTorch FSDP", section 3.3.2). The first gathers
+of the backward start with the backward.
 
     %g0 = all_gather(%a, "@dp")                 %g0 = all_gather(%a, "@dp")
     %w0 = wait_tensor(%g0)                      %g1 = all_gather(%b, "@dp")
@@ -16,6 +16,7 @@ Cost: the same bytes; the gathered parameters of one more block are there at the
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,11 +42,12 @@ class PrefetchGathers:
         body = [n for n in graph.graph.nodes if n.op == "call_function" and phase_of(n) == "body"]
         turns = begin_of_backward(body)
         before: fx.Node | None = None
-        for gather in [node for node in body if node.target is _GATHER and "bucket" in node.meta]:
-            (wait,) = gather.users
-            if before is not None:
+        gathers = [node for node in body if node.target is _GATHER and "bucket" in node.meta]
+        for _, found in itertools.groupby(gathers, key=lambda node: node.meta["bucket"]):
+            block = list(found)
+            for gather in block if before is not None else ():
                 _start_before(a_block_ahead(before, turns if is_backward(gather) else None), gather, params)
-            before = wait
+            before = min(next(iter(gather.users)) for gather in block)
 
 
 def _start_before(place: fx.Node, gather: fx.Node, params: set[fx.Node]) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxpar import losses
+from fxpar import expert_mm, losses, weighted_sum
 from fxpar.checking import CheckResult, check
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.pipeline_graph import TrainGraph
@@ -292,11 +292,31 @@ class Experts(nn.Module):
         return self.head(x + (y * weights.t()[..., None]).sum(0).view(x.shape))
 
 
+class Routed(nn.Module):
+    """Each token through two of five experts with biases, and through one that all share."""
+
+    def __init__(self, hidden: int = 12) -> None:
+        super().__init__()
+        self.embedding, self.router, self.head = nn.Embedding(31, 16), nn.Linear(16, 5), nn.Linear(16, 31)
+        self.up, self.bias = (nn.Parameter(torch.randn(*s, 2 * hidden) * 0.2) for s in ((5, 16), (5,)))
+        self.down = nn.Parameter(torch.randn(5, hidden, 16) * 0.2)
+        self.shared = nn.Linear(16, 16)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        flat = x.reshape(-1, 16)
+        weights, ids = self.router(flat).softmax(-1).topk(2, -1)
+        up = expert_mm(flat[:, None].expand(-1, 2, -1), self.up, ids) + F.embedding(ids, self.bias)
+        gate, value = up.chunk(2, -1)
+        y = weighted_sum(expert_mm(F.silu(gate) * value, self.down, ids), weights)
+        return self.head(x + (y + self.shared(flat)).view(x.shape))
+
+
 @functools.cache
 def odd(name: str) -> Captured:
-    """`norms`, `counter`, `shared`, `sizes` on vectors; `adapted`, `experts` on tokens."""
+    """`norms`, `counter`, `shared`, `sizes` on vectors; `adapted`, `experts`, `routed` on tokens."""
     torch.manual_seed(0)
-    on_tokens = {"adapted": Adapted, "experts": Experts}
+    on_tokens = {"adapted": Adapted, "experts": Experts, "routed": Routed}
     if name in on_tokens:
         batches = [{k: b[k] for k in ("input_ids", "labels")} for b in tokens(31, 8, 7, 12, rows=2)]
         return take(on_tokens[name](), losses.causal_lm, batches)

@@ -96,6 +96,14 @@ def _weight_bytes(problem: AxisProblem, entry: OpClass) -> float:
     return problem.sizes.nbytes(meta) + problem.sizes.NOMINAL * max(entry.view.outputs[0]) * meta.dtype.itemsize
 
 
+def _is_table(problem: AxisProblem, reader: OpClass) -> bool:
+    """Whether a weight that `reader` reads is a table of what the batch names. Biases of experts, looked up by what a
+    router chose, are none: they lie as the products that they are added to.
+    """
+    chosen = reader.view.target is own.embedding.default and reader.operands[1]
+    return bool(chosen) and not any(problem.classes[index].weighted for index, _ in chosen)
+
+
 def _is_cut(option: Option) -> bool:
     return any(isinstance(p, _CUTS) for p in (*option.inputs, *option.outputs))
 
@@ -169,7 +177,7 @@ class TensorAxis(ModelAxis):
         if entry.view.target == "input":
             if not is_weight(entry):
                 return 0.0
-            table = any(problem.classes[user].view.target is own.embedding.default for user, _ in entry.users)
+            table = any(_is_table(problem, problem.classes[user]) for user, _ in entry.users)
             by_width = isinstance(option.outputs[0], Shard) and option.outputs[0].dim > 0
             if table and by_width and entry.nodes[0].name not in self.overrides:
                 return 2 * WHOLE_WORK * _weight_bytes(problem, entry)  # tables are cut by rows, as a tied head needs

@@ -94,14 +94,14 @@ def _show(request: OrderRequest, where: str, plans: dict[str, OrderPlan], docume
             each = _figures(plan, request.tokens)
             cells.append(f"{human_bytes(each['per_token_bytes'])}, {human_seconds(each['per_token_s'])}")
         kept = f"  (kept: {', '.join(plan.kept)})" if plan.kept and request.keep_gb is not None else ""
-        rows.append((*cells, " > ".join(plan.order) + kept))
+        rows.append((*cells, ", ".join(plan.order) + kept))
     per_token = () if request.tokens is None else (f"per token of {request.tokens:,}",)
     titles = ("", "between nodes", "inside nodes", "predicted", *per_token, "order")
     print_table(console, titles, rows, right=tuple(range(1, len(titles) - 1)))
     for hop in plans["best"].hops:
         helped = f", with {', '.join(hop.holders)}" if hop.holders and request.gradients != "home" else ""
         console.print(
-            f"{hop.kind:9} {hop.source} > {hop.target}: {human_bytes(hop.inter_node_bytes)} between nodes, "
+            f"{hop.kind:9} {hop.source} to {hop.target}: {human_bytes(hop.inter_node_bytes)} between nodes, "
             f"{human_bytes(hop.intra_node_bytes)} inside, {human_seconds(hop.predicted_s)}{helped}",
             markup=False,
         )

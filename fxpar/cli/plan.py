@@ -206,6 +206,11 @@ def _show(console: Console, request: PlanRequest, taken: RatedSize) -> None:
         f"{found.planned_sets} sets planned in {found.search_cpu_s:.1f} CPU s",
         markup=False,
     )
+    whose: dict[str, list[str]] = {}
+    for name, why in found.refused.items():
+        whose.setdefault(why, []).append(name)
+    for why, names in whose.items():
+        console.print(f"refused: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}: {why}", markup=False)
 
 
 def _won(found: Found) -> str:

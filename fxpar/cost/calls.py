@@ -1,12 +1,13 @@
 """What each call of a program costs, in program order: the one walk that every predicted time comes from.
 
-Nothing is taken to overlap, so times add up:
+Times add up; of what a transfer takes, only what kernels wait for, where the device has kernels run beside transfers
+(`fxpar.cost.overlap`):
 
     products and attention   operations over what the device sustains in their dtype, plus the bytes of what does not
                              grow with T (weights are read, their gradients written) and of what no cache holds
     other kernels            bytes read and written over its memory, or over its cache: each tensor by its size at
                              NOMINAL_TOKENS
-    copies to the host       bytes over its link; nor are these taken to overlap
+    copies to the host       bytes over its link
     every kernel             the launch
     collectives              bytes sent over the link, plus the latency; an axis whose process groups leave a node takes
                              the links between nodes
@@ -26,6 +27,7 @@ from torch import fx
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.ops import SizesOf, flops, is_kernel, is_plain, local_metas, touched, touched_bytes
+from fxpar.cost.overlap import Link, exposed_s
 from fxpar.cost.polynomial import Polynomial, fitted, sent_bytes, sizes_of
 from fxpar.ir.exec_graph import Communication, Part, Program, collective_kind
 from fxpar.ir.graph import TensorMeta
@@ -49,7 +51,8 @@ class NodeCost:
     """One call: a kernel, or a collective over the mesh axes `axis`, joined by '.'.
 
     `seconds`, `flops` and `nbytes` are polynomials in the tokens of a replica's micro-batch. A collective's bytes are
-    what one rank sends, a kernel's what it reads and writes.
+    what one rank sends, a kernel's what it reads and writes. `exposed` is by how much it makes its rank later: all of
+    the seconds of a kernel, and the share of a transfer's that nothing hides in a micro-batch of NOMINAL_TOKENS.
     """
 
     part: str
@@ -61,6 +64,7 @@ class NodeCost:
     seconds: Polynomial
     nbytes: Polynomial
     flops: Polynomial
+    exposed: Polynomial
 
 
 def node_costs(program: Program, cluster: ClusterSpec, *, parts: Mapping[str, Part] | None = None) -> list[NodeCost]:
@@ -105,17 +109,37 @@ class _Walk:
     _links: dict[tuple[str, str, TensorMeta], tuple[Polynomial, Polynomial]] = field(default_factory=dict)
     _kernels: dict[tuple[Any, ...], tuple[Polynomial, ...]] = field(default_factory=dict)
     _alike: dict[tuple[Any, ...], tuple[Kind, tuple[Polynomial, ...]]] = field(default_factory=dict)
+    _nominal: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._samples = sizes_of(self.program)
 
     def part(self, name: str, part: Part) -> Iterator[NodeCost]:
+        costs, links = dict[fx.Node, NodeCost](), dict[fx.Node, Link]()
         for node in part.graph.nodes:
             kind = collective_kind(node)
             if kind is not None:
-                yield self._collective(name, node, kind)
+                costs[node] = found = self._collective(name, node, kind)
+                links[node] = "between" if crosses_nodes(self.program.mesh, found.axis, self.cluster) else "inside"
             elif is_kernel(node):
-                yield self._kernel(name, node)
+                costs[node] = self._kernel(name, node)
+                if node.target in HOST_COPIES:
+                    links[node] = "host"
+        slowdown = self.cluster.sustained.overlap_slowdown
+        if slowdown is not None and links:
+            alone = {node: self._nominal_s(cost.seconds) for node, cost in costs.items()}
+            for node, waited in exposed_s(part.graph.nodes, alone, links.get, slowdown).items():
+                share = Fraction(waited / alone[node]).limit_denominator(1000) if alone[node] else Fraction(1)
+                costs[node] = replace(costs[node], exposed=costs[node].seconds * share)
+        return iter(costs.values())
+
+    def _nominal_s(self, seconds: Polynomial) -> float:
+        """In a micro-batch of NOMINAL_TOKENS. Calls that are alike share their polynomial, which `_links` and `_alike`
+        keep.
+        """
+        if id(seconds) not in self._nominal:
+            self._nominal[id(seconds)] = float(seconds.at(NOMINAL_TOKENS))
+        return self._nominal[id(seconds)]
 
     def _collective(self, part: str, node: fx.Node, kind: str) -> NodeCost:
         axis, sent = comm_of(node)
@@ -132,6 +156,7 @@ class _Walk:
             seconds,
             nbytes,
             _NOTHING,
+            seconds,
         )
 
     def _link_costs(self, kind: str, axis: str, sent: TensorMeta) -> tuple[Polynomial, Polynomial]:
@@ -153,7 +178,7 @@ class _Walk:
         else:
             found = self._alike[key]
         kind, (seconds, total, work) = found
-        return NodeCost(part, node.name, fqn_of(node), kind, "", is_backward(node), seconds, total, work)
+        return NodeCost(part, node.name, fqn_of(node), kind, "", is_backward(node), seconds, total, work, seconds)
 
     def _called(self, node: fx.Node) -> tuple[Kind, tuple[Polynomial, ...]]:
         """The kind of a kernel; its seconds, bytes and operations."""

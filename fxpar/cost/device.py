@@ -41,6 +41,9 @@ class Device:
     `host_gb_per_s` is what goes between it and the memory of its host, each way; 25 is about what PCIe 4.0 x16
     sustains, of 31.5 on its data sheet.
 
+    Kernels run beside transfers (collectives, copies to the host), and while they do, both are slower by the factor
+    `overlap_slowdown`; None: they take turns, as on a CPU, which does the transfers of gloo itself.
+
     `shared_by` ranks take turns on what computes, as several on a core of a CPU: all figures are what one of them gets
     while all are busy. While others wait, it is faster, up to `shared_by` times.
 
@@ -58,9 +61,14 @@ class Device:
     shared_by: float = 1.0
     exposed_traffic: float = 0.0
     host_gb_per_s: float = 25.0
+    overlap_slowdown: float | None = None
 
     def __post_init__(self) -> None:
         check_numbers(self.to_json(), "description", "device.")
+        if self.overlap_slowdown is not None and self.overlap_slowdown < 1:
+            raise ClusterError(
+                "description", f"device.overlap_slowdown = {self.overlap_slowdown:g} is a factor: it must be >= 1"
+            )
         if (self.cache_mb is None) != (self.cache_gb_per_s is None):
             raise ClusterError("description", "device.cache_mb and device.cache_gb_per_s belong together: give both")
 
@@ -187,7 +195,7 @@ def _of_dtype(table: float | Mapping[str, float], dtype: torch.dtype) -> Fractio
     return Fraction(table[exact if exact in table else name])
 
 
-GPU = Device(tflops=300.0, memory_gb_per_s=2000.0, launch_us=4.0)
+GPU = Device(tflops=300.0, memory_gb_per_s=2000.0, launch_us=4.0, overlap_slowdown=1.13)
 """Usual figures of a GPU, where nothing better is known."""
 CPU = Device(tflops=0.03, memory_gb_per_s=5.0, launch_us=10.0, host_gb_per_s=2.5)
 """Usual figures of a core or two of a CPU, which is what a rank has. It is its own host: what is moved there is

@@ -16,7 +16,7 @@ from fxpar.ir.sent import ONCE, tokens_of
 
 @dataclass(frozen=True)
 class StepTime:
-    """Predicted seconds of one rank (of the slowest ranks of a pipeline, its bubble left out), nothing overlapped.
+    """Predicted seconds of one rank (of the slowest ranks of a pipeline, its bubble left out).
 
     `micro_batch_s`: a micro-batch of `tokens`, each row of it one document; `mini_batch_s`: what runs once (prologue,
     epilogue).
@@ -53,7 +53,7 @@ def step_time(program: Program, cluster: ClusterSpec, sizes: Mapping[str, int]) 
         names = {name: part for name, part in stage.parts.items() if name not in ("input_part", "weight_part")}
         for cost in node_costs(stage, cluster, parts=names):
             key = stage.mesh, cost.part in ONCE
-            sums[key] = sums.get(key, Polynomial()) + cost.seconds
+            sums[key] = sums.get(key, Polynomial()) + cost.exposed
         if isinstance(program, PipelineGraph):
             for kind in ("sent", "sent_grad"):
                 key = stage.mesh, False

@@ -62,6 +62,6 @@ def rank_costs(program: Program, cluster: ClusterSpec) -> dict[Mesh, Polynomial]
 
 def _total(program: Program, cluster: ClusterSpec) -> Polynomial:
     """Seconds of all calls of a micro-batch. Those that share an object, of which there are many, are added once."""
-    found = [cost.seconds for cost in node_costs(program, cluster)]
+    found = [cost.exposed for cost in node_costs(program, cluster)]
     counts = Counter(map(id, found))
     return sum((one * counts[key] for key, one in {id(one): one for one in found}.items()), Polynomial())

@@ -25,6 +25,8 @@ from fxpar.ops.traits import (
     ADDED_PRODUCTS,
     ATTENTION,
     CONVOLUTIONS,
+    EXPERT_PRODUCTS,
+    EXPERT_PRODUCTS_BACKWARD,
     MATRIX_PRODUCTS,
     READS_ROWS,
     RING_STEPS,
@@ -74,7 +76,9 @@ def flops(node: fx.Node, shape: SizesOf, block: float = 0) -> Fraction | int:
     """
     if is_attention(node.target):
         return _attention(node, shape, block)
-    if node.target in MATRIX_PRODUCTS or node.target in ADDED_PRODUCTS:
+    if node.target in EXPERT_PRODUCTS_BACKWARD:
+        return 2 * math.prod(shape(_meta(node.args[0]))) * shape(_meta(node))[1]
+    if node.target in MATRIX_PRODUCTS or node.target in ADDED_PRODUCTS or node.target in EXPERT_PRODUCTS:
         first = shape(_meta(node.args[int(node.target in ADDED_PRODUCTS)]))
         return 2 * first[-1] * math.prod(shape(_meta(node)))
     if node.target in CONVOLUTIONS:

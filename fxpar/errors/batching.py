@@ -44,7 +44,8 @@ class StrategyWorldsError(FxparError):
     def __init__(self, worlds: Mapping[int, tuple[str, int]], world: int) -> None:
         sizes = ", ".join(f"{text!r} (up to {limit} tokens) uses {size}" for limit, (text, size) in worlds.items())
         super().__init__(
-            f"each strategy must use all {world} ranks, but {sizes}. Change degrees so that each product is {world}"
+            f"each strategy must use all {world} ranks, but {sizes}. Change degrees so that each takes {world} "
+            "(degrees multiply, those of stages and of strategies side by side add up)"
         )
 
 

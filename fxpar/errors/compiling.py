@@ -210,7 +210,8 @@ class StageCutError(FxparError):
     """A captured graph cannot be cut into these pipeline stages."""
 
     def __init__(self, model: str, why: str, advice: str) -> None:
-        super().__init__(f"model {model!r} cannot be cut into pipeline stages: {why}. {advice}")
+        end = "" if why.endswith("?") else "."  # a hint: did you mean ...?
+        super().__init__(f"model {model!r} cannot be cut into pipeline stages: {why}{end} {advice}")
 
 
 class StageCountError(StageCutError):

@@ -317,7 +317,7 @@ class TrainedParametersError(FxparError):
     def __init__(self, glob: str, names: Iterable[str]) -> None:
         known = list(names)
         super().__init__(
-            f"model.train: {glob!r} names no parameter of the model{nearest(glob, known)}. Parameters are called "
+            f"model.train: {glob!r} names no parameter of the model{nearest(glob, known) or '.'} Parameters are called "
             f"{', '.join(known[:3])}{', ...' * (len(known) > 3)}"
         )
 

@@ -26,6 +26,8 @@ from fxpar.passes.casts import Casts
 from fxpar.passes.chunk_loss import ChunkLoss
 from fxpar.passes.cleanup import Cleanup
 from fxpar.passes.global_to_local import GlobalToLocal
+from fxpar.passes.hide_reductions import HideReductions
+from fxpar.passes.hoist_collectives import HoistCollectives
 from fxpar.passes.insert_reshards import InsertReshards
 from fxpar.passes.lower_collectives import LowerCollectives
 from fxpar.passes.mask_padding import MaskPadding
@@ -38,6 +40,7 @@ from fxpar.passes.reshard_to_collectives import ReshardToCollectives
 from fxpar.passes.reuse_buffers import ReuseBuffers
 from fxpar.passes.ring_attention import RingAttention
 from fxpar.passes.sink_waits import SinkWaits
+from fxpar.passes.sort_rows import SortRows
 from fxpar.passes.write_in_place import WriteInPlace
 from fxpar.passes.zero_shard import ZeroShard
 
@@ -71,13 +74,16 @@ def default_passes(
         Cleanup(),
         GlobalToLocal(),
         RingAttention(),
+        SortRows(),
         LowerCollectives(),
         ChunkLoss(),
         Rematerialize(at),
         BucketCollectives(),
+        HoistCollectives(),
         ReuseBuffers(),
         SinkWaits(),
         PrefetchGathers(),
+        HideReductions(),
         Offload(at),
         WriteInPlace(),
     ]

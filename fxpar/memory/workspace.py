@@ -161,10 +161,39 @@ def _block_elements(q: Shape, k: Shape, v: Shape, window: int, softcap: bool, ba
     return 2 * heads + 2 * keys + max(2 * heads, (3 if softcap else 2) * scores + 3 * rows * columns)
 
 
+def _route_rows(node: fx.Node, shape: Sizes, given: Conditions) -> int:
+    """Per row the expert it is sorted by, that expert in order, and two marks of which are there."""
+    return 18 * math.prod(shape(node.args[0]))
+
+
+def _dispatch(node: fx.Node, shape: Sizes, given: Conditions) -> int:
+    """The token of each row."""
+    return 8 * shape(node)[0]
+
+
+def _combine(node: fx.Node, shape: Sizes, given: Conditions) -> int:
+    """The rows in the order of tokens; the sum, one slot of it, and that times its weights."""
+    rows, weights = node.args[:2]
+    placed = math.prod(shape(rows)) * _meta(rows).dtype.itemsize
+    return placed if weights is None else placed + 3 * math.prod(shape(node)) * _wide(_meta(rows).dtype)
+
+
+def _combine_backward(node: fx.Node, shape: Sizes, given: Conditions) -> int:
+    """The gradient once per row, as it is and wide, and its product with the rows."""
+    rows: Any = node.args[1]
+    dtype = _meta(rows).dtype
+    wide = _wide(dtype) * (1 if dtype.itemsize == _wide(dtype) else 2)
+    return math.prod(shape(rows)) * (dtype.itemsize + wide) + 8 * shape(rows)[0]
+
+
 _RULES: dict[Any, Callable[[fx.Node, Sizes, Conditions], float]] = {
     own.cross_entropy.default: _cross_entropy,
     own.cross_entropy_backward.default: _cross_entropy_backward,
     own.dropout.default: _dropout,
+    own.route_rows.default: _route_rows,
+    own.dispatch.default: _dispatch,
+    own.combine.default: _combine,
+    own.combine_backward.default: _combine_backward,
     own.attention.default: _attention,
     own.attention_backward.default: _attention_backward,
     own.attention_block.default: _ring_step,

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 HIDDEN, HEADS, HEAD_DIM, FFN, VOCAB, LAYERS, POSITIONS, WINDOW = 64, 4, 16, 88, 131, 2, 512, 16
+EXPERTS, EXPERT_FFN = 6, 44
 
 HIDDEN_NAMES = [
     "hidden_size",
@@ -94,6 +95,22 @@ SIZES: dict[str, int] = {
         ],
         WINDOW,
     ),
+    **dict.fromkeys(
+        ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"],
+        EXPERTS,
+    ),
+    **dict.fromkeys(
+        [
+            "moe_intermediate_size",
+            "expert_ffn_hidden_size",
+            "shared_expert_intermediate_size",
+            "shared_experts_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+        ],
+        EXPERT_FFN,
+    ),
+    "zero_expert_num": 2,
+    "router_hidden_size": 24,
     # Latent attention: ranks and the two parts of a head.
     "kv_lora_rank": 20,
     "q_lora_rank": 24,
@@ -111,6 +128,14 @@ SIZES: dict[str, int] = {
     "index_head_dim": HEAD_DIM,
     "index_n_heads": HEADS,
 }
+# Sizes that are made smaller, and never larger: experts of a token, groups of experts, and layers without experts.
+AT_MOST: dict[str, int] = {
+    **dict.fromkeys(["num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"], 2),
+    **dict.fromkeys(["n_group", "num_expert_group"], 2),
+    **dict.fromkeys(["topk_group", "first_k_dense_replace", "num_dense_layers"], 1),
+}
+# Sizes that some types leave open by default.
+UNSET = {"n_inner": FFN, "n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_shared_experts": 1}
 FLAGS = {"use_cache": False, "is_decoder": True}
 
 
@@ -121,8 +146,9 @@ def tiny(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
     names). Numbers are replaced by name; lists with one entry per layer are cut to the new number of layers.
     """
     result: dict[str, Any] = {k: v for k, v in FLAGS.items() if k in defaults}
-    result.update({k: v for k, v in SIZES.items() if _is_size(defaults.get(k)) or k == "n_inner"})
-    result = {k: v for k, v in result.items() if k in defaults}
+    result.update({k: v for k, v in SIZES.items() if _is_size(defaults.get(k))})
+    result.update({k: v for k, v in UNSET.items() if k in defaults and defaults[k] is None})
+    result.update({k: min(v, defaults[k]) for k, v in AT_MOST.items() if _is_size(defaults.get(k))})
     result.update(_attention(defaults, given))
     layers = _first(given, LAYER_NAMES, LAYERS)
     result.update({k: layers for k in LAYER_NAMES if _is_size(defaults.get(k))})

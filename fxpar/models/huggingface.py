@@ -35,18 +35,6 @@ from fxpar.store.folder import Given
 
 CONFIG = "config.json"
 FULL_LENGTH = 4096
-# Numbers of experts: a configuration that has more than one of them routes tokens by their values (and a type that is
-# named for it does so with one).
-_EXPERTS = [
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-    "num_routed_experts",
-    "moe_n_experts",
-    "expert_ffn_hidden_size",
-    "moe_intermediate_size",
-]
 
 
 def load_hf(
@@ -110,7 +98,7 @@ def _folder_config(folder: Path) -> Any:
         raise ModelFolderError(str(folder), why) from error
     except (ValueError, KeyError, TypeError) as error:
         raise ModelFolderError(str(folder), f"has a {CONFIG} that names no model_type of transformers") from error
-    default_config(kind)  # whether it is a dense decoder
+    default_config(kind)  # whether it is a decoder
     from transformers.models.auto.configuration_auto import AutoConfig
 
     try:
@@ -120,7 +108,6 @@ def _folder_config(folder: Path) -> Any:
         raise ModelConfigError(kind, error) from error
     if getattr(config, "quantization_config", None) is not None:
         raise ModelFolderError(str(folder), "holds compressed weights (quantization_config): save them in bf16 or fp32")
-    refuse_experts(kind, config.to_dict())
     return config
 
 
@@ -144,7 +131,7 @@ def _loaded(name: str, model: Any, seed: int, lengths: Sequence[int]) -> LoadedM
 
 
 def default_config(model_type: str) -> Any:
-    """The default configuration of a type that is a dense decoder. Raises MissingPackageError, ModelTypeError."""
+    """The default configuration of a type that is a decoder. Raises MissingPackageError, ModelTypeError."""
     try:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as HEADS
@@ -187,7 +174,6 @@ def make_config(model_type: str, defaults: Any, size: str | None, given: Mapping
         if size not in presets:
             raise PresetError(model_type, size, presets)
         values = {**presets[size], **options}
-    refuse_experts(model_type, {**known, **values})
     try:
         return _quietly(AutoConfig.for_model, model_type, **values)
     except Exception as error:
@@ -208,19 +194,6 @@ def refuse_parts(model_type: str, config: Any, heads: Mapping[str, str]) -> None
     raise ModelTypeError(model_type, f"has other parts beside a decoder; {hint}")
 
 
-def refuse_experts(model_type: str, values: Mapping[str, Any]) -> None:
-    """Raise ModelTypeError for a mixture of experts."""
-    if values.get("is_moe") is False:
-        return
-    nested = [value for value in values.values() if isinstance(value, Mapping)]
-    for key in _EXPERTS:
-        for place in (values, *nested):
-            count = place.get(key)
-            if isinstance(count, int) and count > ("moe" not in model_type):
-                why = f"is a mixture of experts ({key}={count}), which fxpar does not support yet"
-                raise ModelTypeError(model_type, why)
-
-
 def build(model_type: str, config: Any, dtype: torch.dtype, device: str, seed: int, *, noise: bool = True) -> nn.Module:
     """The model in training mode, with random weights (none at all on "meta").
 
@@ -231,7 +204,7 @@ def build(model_type: str, config: Any, dtype: torch.dtype, device: str, seed: i
     try:
         with torch.random.fork_rng(devices=[]), torch.device(device):
             torch.manual_seed(seed)
-            model: nn.Module = _quietly(AutoModelForCausalLM.from_config, config)
+            model: nn.Module = _quietly(AutoModelForCausalLM.from_config, config, experts_implementation="eager")
     except ImportError as error:
         raise MissingPackageError(f"hf:{model_type}", "a package that is not installed", str(error).strip()) from error
     except Exception as error:

@@ -9,10 +9,11 @@ of the global tensors: what it must know about the slice is an argument.
     cross_entropy, cross_entropy_backward  over a slice of the classes, `fxpar.ops.cross_entropy`
     dropout                                same mask under any slicing, `fxpar.ops.dropout`
     embedding, embedding_backward          in a slice of the table, `fxpar.ops.embedding`
+    expert_mm, expert_mm_backward          products of experts, and their parts, `fxpar.ops.experts`
 """
 
 from __future__ import annotations
 
-from fxpar.ops import attention, cross_entropy, dropout, embedding, ring_steps
+from fxpar.ops import attention, cross_entropy, dropout, embedding, experts, ring_steps
 
-__all__ = ["attention", "cross_entropy", "dropout", "embedding", "ring_steps"]
+__all__ = ["attention", "cross_entropy", "dropout", "embedding", "experts", "ring_steps"]

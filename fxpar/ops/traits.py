@@ -13,12 +13,13 @@ from typing import Any, Literal
 import torch
 
 from fxpar.errors import FxparError, OpContractError
-from fxpar.ops import attention, cross_entropy, dropout, embedding, host, ring_steps
+from fxpar.ops import attention, cross_entropy, dropout, embedding, experts, host, ring_steps
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 assert attention, cross_entropy
 assert dropout, embedding
-assert host, ring_steps
+assert experts, host
+assert ring_steps
 
 Computes = Literal["low", "fp32", "norm", "softmax", "loss", "loss_backward", "moves"]
 """What an op computes in under mixed precision: the low dtype; fp32, always; fp32 like norms, softmax or the loss,
@@ -113,6 +114,7 @@ LOOKS_ELEMENTWISE = (
     aten.hardswish_backward.default,
     aten.log_sigmoid_backward.default,
     aten.floor_divide.default,
+    aten.polar.default,
     aten.copy.default,
 )
 
@@ -152,6 +154,12 @@ ADDED_PRODUCTS = {
     aten.baddbmm_.default,
 }
 """Operand 0 and the product of operands 1 and 2."""
+
+EXPERT_PRODUCTS = {own.expert_mm.default, own.grouped_mm.default}
+"""Rows, operand 0, times the weight of each row's expert, operand 1."""
+
+EXPERT_PRODUCTS_BACKWARD = {own.expert_mm_backward.default, own.grouped_mm_backward.default}
+"""The weights' gradients, of the gradients of rows, operand 0, and the rows, operand 1."""
 
 CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
 
@@ -214,7 +222,7 @@ _ACCUMULATING = (
     *INDEX_PUTS,
 )
 # Pairs of low-precision numbers are no complex dtype; what follows, such as a rotation by complex tables, is then wide.
-_PAIRS = (aten.view_as_complex.default,)
+_PAIRS = (aten.view_as_complex.default, aten.polar.default)
 _LOSSES = (
     *LABEL_LOSSES,
     aten.mse_loss.default,
@@ -247,6 +255,8 @@ _COMPUTES: dict[Any, Any] = {
 KEEPS_ZERO = (
     KEEPS_ALL
     | MATRIX_PRODUCTS
+    | EXPERT_PRODUCTS
+    | EXPERT_PRODUCTS_BACKWARD
     | {
         aten.neg.default,
         aten.silu.default,
@@ -351,4 +361,4 @@ def ask(op: Any, argument: str, function: Callable[..., Any], *given: Any) -> An
 
 
 _NOTHING = OpTraits()
-_PRODUCTS = MATRIX_PRODUCTS | ADDED_PRODUCTS | CONVOLUTIONS
+_PRODUCTS = MATRIX_PRODUCTS | ADDED_PRODUCTS | CONVOLUTIONS | EXPERT_PRODUCTS | EXPERT_PRODUCTS_BACKWARD

@@ -28,6 +28,8 @@ AS_THEY_COME: Mapping[Any, tuple[int, ...]] = {
     own.attention_backward.default: (5, 7),
     own.cross_entropy.default: (0,),
     own.cross_entropy_backward.default: (2, 5),
+    own.weighted_sum.default: (1,),
+    own.weighted_sum_backward.default: (2,),
 }
 # Operand -> the operand whose dtype it must have.
 LIKE: Mapping[Any, Mapping[int, int]] = {own.cross_entropy_backward.default: {0: 5, 1: 5}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fxpar.ir.dist_config import P, R, Shard
-from fxpar.rules.option import Factor, Option, OpView, Seed, TensorRef, from_factors
+from fxpar.rules.option import Factor, Option, OpView, Seed, TensorRef, from_factors, linear
 from fxpar.rules.sub_axes import nest
 
 
@@ -172,3 +172,42 @@ def embedding_backward(op: OpView, degree: int, seed: Seed, shard: Shard) -> lis
         *(Factor((d, d, None), ("sum",)) for d in range(rank)),
     ]
     return from_factors(factors, op, degree, seed, shard)
+
+
+def expert_mm_factors(op: OpView) -> list[Factor]:
+    """(x [..., D], weight [E, D, F], ids [...]) -> [..., F]: rows, columns of the weights, and a sum over D."""
+    rank = len(op.inputs[2])
+    rows = [Factor((d, None, d), (d,)) for d in range(rank)]
+    return [*rows, Factor((None, 2, None), (rank,)), Factor((rank, 1, None), ("sum",))]
+
+
+def expert_mm_backward_factors(op: OpView) -> list[Factor]:
+    """(grad [..., F], x [..., D], ids [...]) -> dweight [E, D, F]: a sum over rows, and both dims of the weights."""
+    rank = len(op.inputs[2])
+    rows = [Factor((d, d, d), ("sum",)) for d in range(rank)]
+    return [*rows, Factor((None, rank, None), (1,)), Factor((rank, None, None), (2,))]
+
+
+def first_two(op: OpView) -> list[Option]:
+    """Linear in each of the first two operands."""
+    return [linear(op, position) for position in (0, 1)]
+
+
+def weighted_sum_factors(op: OpView) -> list[Factor]:
+    """(rows [N, K, D], weights [N, K]) -> [N, D]."""
+    return [Factor((0, 0), (0,)), Factor((2, None), (1,)), Factor((1, 1), ("sum",))]
+
+
+def weighted_sum_partials(op: OpView) -> list[Option]:
+    """A sum of terms is K times smaller behind it than before."""
+    return [linear(op, 0)]
+
+
+def weighted_sum_backward_factors(op: OpView) -> list[Factor]:
+    """(grad [N, D], rows [N, K, D], weights [N, K]) -> (drows, dweights)."""
+    return [Factor((0, 0, 0), (0, 0)), Factor((1, 2, None), (2, "sum")), Factor((None, 1, 1), (1, 1))]
+
+
+def weighted_sum_backward_partials(op: OpView) -> list[Option]:
+    """The gradient of rows does not depend on rows, that of the weights is linear in them."""
+    return [Option((R, P, R), (R, P))]

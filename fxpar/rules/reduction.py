@@ -19,6 +19,8 @@ REDUCTIONS = {
     aten.max.default: "max",
     aten.amin.default: None,
     aten.min.default: None,
+    aten.max.dim: None,
+    aten.min.dim: None,
     aten.any.dim: None,
     aten.all.dim: None,
     aten.all.default: None,

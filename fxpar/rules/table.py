@@ -145,6 +145,12 @@ TABLE: dict[Any, OpRule] = {
     own.dropout.default: OpRule(own_ops.dropout),
     own.embedding.default: OpRule(own_ops.embedding),
     own.embedding_backward.default: OpRule(own_ops.embedding_backward),
+    own.expert_mm.default: _by(own_ops.expert_mm_factors, terms=own_ops.first_two),
+    own.expert_mm_backward.default: _by(own_ops.expert_mm_backward_factors, terms=own_ops.first_two),
+    own.weighted_sum.default: _by(own_ops.weighted_sum_factors, own_ops.weighted_sum_partials),
+    own.weighted_sum_backward.default: _by(
+        own_ops.weighted_sum_backward_factors, own_ops.weighted_sum_backward_partials
+    ),
     **dict.fromkeys(reduction.REDUCTIONS, _REDUCTION),
     **dict.fromkeys(traits.LOOKS_ELEMENTWISE, POINTWISE),
 }

@@ -24,6 +24,7 @@ from fxpar.lowering import lower_forward
 from fxpar.precision import Precision, with_precision
 from fxpar.runtime.agree import check_same_in_replicas
 from fxpar.runtime.micro import replica_of
+from fxpar.runtime.options import as_printed
 from fxpar.runtime.plain import PlainRunner
 from fxpar.runtime.runner import Backend
 from fxpar.runtime.switching import Switching
@@ -91,6 +92,7 @@ class PlainCalls:
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
         """Run plain calls in the block under another strategy of the module."""
+        name = as_printed(name)
         if name not in self.strategies:
             raise ParallelizeError(f"using({name!r}): the model was parallelized with {', '.join(self.strategies)}")
         before, self.strategy = self.strategy, name

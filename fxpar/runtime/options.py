@@ -29,6 +29,7 @@ from fxpar.errors import (
     PassContractError,
     PlannerError,
     PositionTableError,
+    StrategySyntaxError,
     TaskError,
     nearest,
 )
@@ -177,6 +178,11 @@ class ParallelizeOptions:
                     isinstance(value, int | float) and not ("signed" in one.metadata or 0 < value < math.inf)
                 ):
                     raise ParallelizeError(f"{one.name}={value!r} is not a {one.metadata['meant']}")
+        for key in ("order", "resident"):
+            if (named := getattr(self, key)) is not None:
+                object.__setattr__(self, key, tuple(map(as_printed, named)))
+        if self.plain is not None:
+            object.__setattr__(self, "plain", as_printed(self.plain))
         for glob, placement in (self.home or {}).items():
             if not isinstance(glob, str) or not isinstance(placement, str | DistConfig):
                 raise ParallelizeError(
@@ -333,6 +339,16 @@ def capture_step(
 def as_precision(given: Precision | str | None) -> Precision:
     """What `precision=` means: a `Precision`, its text, or None for what was captured."""
     return Precision.parse(given) if isinstance(given, str) else given or Precision()
+
+
+def as_printed(name: Any) -> Any:
+    """The name of a strategy as `strategy_names` has it, from any of its spellings (`tp2|dp2` is `tp2 | dp2`); what is
+    no strategy as it is, for whoever looks it up to tell.
+    """
+    try:
+        return str(Strategy.parse(name)) if isinstance(name, str) else name
+    except StrategySyntaxError:
+        return name
 
 
 def strategy_names(strategies: Sequence[Strategy]) -> list[str]:

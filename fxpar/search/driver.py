@@ -283,22 +283,23 @@ class _Search:
     def _refined(self, groups: Groups, rules: bool) -> PricedSet:
         """A settled set, under a faster schedule and with rules where that takes less time."""
         settled, chosen = self.settled[groups], self._lowered(groups)
-        best = self._best_pipelines(chosen, settled)
+        best = self._best_variants(chosen, settled)
         self.uniform_s = min(self.uniform_s, best.predicted_s)
         if not (rules and self.problem.rules):
             return best
         ruled, chosen = self.rules.better(chosen, settled)
-        return min(best, best if ruled is settled else self._best_pipelines(chosen, ruled), key=_seconds)
+        return min(best, best if ruled is settled else self._best_variants(chosen, ruled), key=_seconds)
 
     @cached_property
     def rules(self) -> RuleSearch:
         return RuleSearch(self.known, self.pricer, self.candidates, self.said)
 
-    def _best_pipelines(self, chosen: Chosen, best: PricedSet) -> PricedSet:
-        """A settled set, with other pipelines where these take less time with the memory that they need."""
+    def _best_variants(self, chosen: Chosen, best: PricedSet) -> PricedSet:
+        """A settled set, with variants of its strategies where these take less time with the memory that they need."""
+        beside = self.pricer.cluster.sustained.overlap_slowdown is not None
         for strategy in dict.fromkeys(one.strategy for _, one in chosen):
             settled = chosen
-            for other in (self.known.candidate(text, self.said) for text in also_tried(strategy)):
+            for other in (self.known.candidate(text, self.said) for text in also_tried(strategy, offload=beside)):
                 if other is None:
                     continue
                 tried = [(limit, other if one.strategy == strategy else one) for limit, one in settled]

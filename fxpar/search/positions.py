@@ -31,7 +31,7 @@ def globs_of_weight(flat: Candidate, layers: Layers, least: float) -> list[str]:
     seconds, elements, matrices = defaultdict[str, float](float), defaultdict[str, float](float), set[str]()
     for cost in node_costs(program, flat.cluster):
         place = position_of(cost.fqn, layers)
-        seconds[place] += float(cost.seconds.at(NOMINAL_TOKENS)) * times(place, layers, in_program)
+        seconds[place] += float(cost.exposed.at(NOMINAL_TOKENS)) * times(place, layers, in_program)
     for info, _ in program.params():
         place = position_of(info.fqn.rpartition(".")[0], layers)
         elements[place] += info.meta.numel({}) * times(place, layers, in_program)

@@ -13,11 +13,11 @@ from fxpar.ir.strategy import SINGLE, Strategy, of_degrees
 from fxpar.ir.strategy_text import Pipeline
 
 # What saves memory and costs time, the least costly first: a level is tried where those before it do not fit.
-# ZeRO level, and what is recomputed. `selective` gathers again what sequence parallelism has gathered: under large tp
-# that is most of what is saved, as every rank holds it whole.
+# ZeRO level, and what is recomputed.
+SELECTIVE = Remat("selective")
 SAVINGS: tuple[tuple[int, Remat | None], ...] = (
     (0, None),
-    (0, Remat("selective")),
+    (0, SELECTIVE),
     (3, None),
     (0, Remat("full")),
     (3, Remat("full")),
@@ -88,23 +88,31 @@ def rescheduled(strategy: Strategy) -> Strategy | None:
     return replace(strategy, pipeline=faster) if strategy.pipeline_size > 1 else None
 
 
-def also_tried(strategy: Strategy) -> tuple[Strategy, ...]:
-    """What to try in place of a pipeline that a set has: a schedule that waits less, and a loss that is whole, as the
-    rank that has it may have room where a guess has none.
+def also_tried(strategy: Strategy, offload: bool) -> tuple[Strategy, ...]:
+    """What to try in place of a strategy that a set has. For a pipeline a schedule that waits less, and a loss that is
+    whole, as the rank that has it may have room where a guess has none. For one that recomputes all of a layer, with
+    `offload`: to keep what its forward saves, or the products of it, on the host.
     """
     faster = rescheduled(strategy)
-    if faster is None:
-        return ()
-    whole = (replace(strategy, chunks=1), replace(faster, chunks=1)) if strategy.chunks > 1 else ()
-    return faster, *whole
+    found = () if faster is None else (faster,)
+    if faster is not None and strategy.chunks > 1:
+        found += replace(strategy, chunks=1), replace(faster, chunks=1)
+    if offload and strategy.remat is not None and strategy.remat.mode == "full":
+        found += tuple(replace(strategy, remat=_of_shape(one, strategy), offload=1.0) for one in (None, SELECTIVE))
+    return found
 
 
 def with_savings(shape: Strategy, level: int) -> Strategy | None:
     """`shape` with what level `level` of SAVINGS adds; None where that would change nothing."""
     zero, remat = SAVINGS[level]
-    if remat is not None and remat.mode == "selective" and shape.sp:
-        remat = replace(remat, collectives="redo")
-    return None if zero and not shape.data_axes else replace(shape, zero=zero, remat=remat)
+    return None if zero and not shape.data_axes else replace(shape, zero=zero, remat=_of_shape(remat, shape))
+
+
+def _of_shape(remat: Remat | None, shape: Strategy) -> Remat | None:
+    """`selective` gathers again what sequence parallelism has gathered: under large tp that is most of what is saved,
+    as every rank holds it whole.
+    """
+    return replace(remat, collectives="redo") if remat == SELECTIVE and shape.sp else remat
 
 
 # How the ranks of a replica may be used in a module: an axis, and whether it needs the links inside of a node. A layout

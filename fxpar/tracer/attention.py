@@ -153,7 +153,8 @@ def _broadcast(shapes: list[torch.Size]) -> list[int | torch.SymInt]:
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the dtype of the surrounding autocast, if there is one."""
-    if not torch.is_autocast_enabled("cpu"):
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
         return tensors
-    dtype = torch.get_autocast_dtype("cpu")
+    dtype = torch.get_autocast_dtype(device)
     return tuple(t.to(dtype) if t.dtype.is_floating_point and t.dtype != torch.float64 else t for t in tensors)

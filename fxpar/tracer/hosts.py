@@ -1,4 +1,5 @@
-"""Hugging Face transformers: its attention and mask interfaces lead to `fxpar::attention` while a model is captured.
+"""Hugging Face transformers: its attention and mask interfaces lead to `fxpar::attention` while a model is captured,
+and its experts interface to `fxpar::expert_mm`.
 
 The mask function returns the dense mask that transformers would make and remembers beside it what the mask means
 (`MaskRule`). The attention function that gets exactly this tensor uses the meaning, and the dense mask becomes dead
@@ -26,6 +27,7 @@ from fxpar.tracer.attention import AttentionRule, attend
 from fxpar.tracer.context import CaptureContext, MaskRule, current
 from fxpar.tracer.counts import is_filled
 from fxpar.tracer.documents import documents_of_positions, with_batch_documents
+from fxpar.tracer.experts import experts_forward, experts_modules
 
 NAME = "fxpar"
 EAGER = "fxpar_eager"  # of models whose own attention is "eager": a part of them may add the mask to its scores
@@ -33,10 +35,31 @@ EAGER = "fxpar_eager"  # of models whose own attention is "eager": a part of the
 
 @contextmanager
 def host_models(model: nn.Module) -> Iterator[None]:
-    """Inside the block, models of transformers within `model` use the "fxpar" attention and no cache."""
+    """Inside the block, models of transformers within `model` use the "fxpar" attention, its experts, and no cache."""
     if "transformers" not in sys.modules:
         yield
         return
+    with _own_experts(model), _own_attention(model):
+        yield
+
+
+@contextmanager
+def _own_experts(model: nn.Module) -> Iterator[None]:
+    configs = {id(module.config): module.config for module in experts_modules(model)}
+    if not configs:
+        yield
+        return
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_registered(ALL_EXPERTS_FUNCTIONS, NAME, experts_forward))
+        for config in configs.values():
+            stack.enter_context(_attribute(config, "_experts_implementation_internal", NAME))
+        yield
+
+
+@contextmanager
+def _own_attention(model: nn.Module) -> Iterator[None]:
     from transformers import PreTrainedModel
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -53,9 +76,7 @@ def host_models(model: nn.Module) -> Iterator[None]:
             (ALL_MASK_ATTENTION_FUNCTIONS, EAGER, added_mask_forward),
             (ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", mask_forward),  # models that call torch's attention themselves
         ):
-            mapping: dict[str, Any] = type(interface)._global_mapping
-            stack.callback(_restore_item, mapping, name, mapping.get(name))
-            mapping[name] = function
+            stack.enter_context(_registered(interface, name, function))
         for config, switch in _configs(models):
             if switch:
                 name = EAGER if config._attn_implementation == "eager" else NAME
@@ -66,11 +87,19 @@ def host_models(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _restore_item(mapping: dict[str, Any], key: str, value: Any) -> None:
-    if value is None:
-        mapping.pop(key, None)
-    else:
-        mapping[key] = value
+@contextmanager
+def _registered(interface: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """`function` under a name of an interface, and inside the block alone."""
+    mapping: dict[str, Any] = type(interface)._global_mapping
+    old = mapping.get(name)
+    mapping[name] = function
+    try:
+        yield
+    finally:
+        if old is None:
+            del mapping[name]
+        else:
+            mapping[name] = old
 
 
 @contextmanager

@@ -81,9 +81,9 @@ class PartCost:
     @classmethod
     def of(cls, nodes: Sequence[NodeCost], depth: int) -> PartCost:
         """The sums of calls in program order."""
-        by_kind = {kind: [node.seconds for node in nodes if node.kind == kind] for kind in COMPUTE}
+        by_kind = {kind: [node.exposed for node in nodes if node.kind == kind] for kind in COMPUTE}
         kernels = tuple((kind, len(found), Term.of(found, 1e3)) for kind, found in by_kind.items() if found)
-        return cls(_rows(nodes, depth), Term.of((node.seconds for node in nodes), 1e3), kernels)
+        return cls(_rows(nodes, depth), Term.of((node.exposed for node in nodes), 1e3), kernels)
 
     def to_json(self) -> dict[str, Any]:
         """Rows as lists, in the order of their fields."""
@@ -138,7 +138,7 @@ class Inside:
 
     def node_ms(self, stage: int, part: str, lengths: Sequence[int]) -> dict[str, float]:
         """Predicted ms of each call of a part, by its name."""
-        return {cost.name: Term.of([cost.seconds], 1e3).at(lengths) for cost in self.nodes[stage, part]}
+        return {cost.name: Term.of([cost.exposed], 1e3).at(lengths) for cost in self.nodes[stage, part]}
 
     def once_ms(self, part: str) -> float:
         """ms of the prologue or the epilogue of a group, on the slowest stage."""
@@ -194,7 +194,7 @@ def _rows(nodes: Sequence[NodeCost], depth: int) -> tuple[Row, ...]:
     rows = []
     for (module, kind, axis, backward), group in itertools.groupby(nodes, key=lambda node: _key(node, depth)):
         found = list(group)
-        ms, nbytes = Term.of((n.seconds for n in found), 1e3), Term.of(n.nbytes for n in found)
+        ms, nbytes = Term.of((n.exposed for n in found), 1e3), Term.of(n.nbytes for n in found)
         rows.append(Row(module, kind, axis, backward, len(found), ms, nbytes))
     return tuple(rows)
 

@@ -127,6 +127,18 @@ def optimizer_ms(program: Program, cluster: ClusterSpec) -> float:
     return (2 * masters + 2 * moments + gradients) / (cluster.sustained.memory_gb_per_s * 1e6)
 
 
+def _overlap(slowdown: float | None) -> str:
+    if slowdown is None:
+        return (
+            "Nothing overlaps inside of a micro-batch: kernels and collectives add up, "
+            "as in the planner of mini-batches."
+        )
+    return (
+        "Of collectives and of copies to the host, what kernels wait for counts, as in the planner of "
+        f"mini-batches; both are {slowdown:g} times slower at the same time."
+    )
+
+
 def assumptions(cluster: ClusterSpec, is_assumed: bool, is_run: bool) -> list[str]:
     """What the predictions stand on, in sentences for the page."""
     links = f"{cluster.intra_gb_per_s:g} GB/s inside a node"
@@ -137,7 +149,7 @@ def assumptions(cluster: ClusterSpec, is_assumed: bool, is_run: bool) -> list[st
     return [
         f"Devices of {cluster.sustained}.",
         f"{shape}, {links}, {cluster.latency_us:g} µs per message ({source}).",
-        "Nothing overlaps inside of a micro-batch: kernels and collectives add up, as in the planner of mini-batches.",
+        _overlap(cluster.sustained.overlap_slowdown),
         "The optimizer is AdamW, limited by memory."
         + (
             ""

@@ -17,7 +17,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
 from fxpar.models.llama import Llama, LlamaOptions
 from fxpar.tracer import capture
-from tests.captured import llama
+from tests.captured import Routed, llama, take, tokens
 from tests.repeat import thinned
 
 DIM, VOCAB, ROWS = 32, 97, 2
@@ -206,3 +206,16 @@ def test_repeated_layers_are_solved_once():
         counts.append([len(search.problem.classes) for search in searches])
     assert len(counts[0]) == 2
     assert counts[0] == counts[1]
+
+
+def test_experts_are_cut_in_their_width():
+    """Biases as the products that they are added to; ranks add up what tokens get, and not each of their rows."""
+    torch.manual_seed(0)
+    batches = [{k: b[k] for k in ("input_ids", "labels")} for b in tokens(31, 8, rows=2)]
+    graph = take(Routed(hidden=64), losses.causal_lm, batches).graph
+    placed = annotate(graph, Strategy.parse("tp2"))
+    dims = {i.fqn: n.meta["dist"].dims for n, i in zip(placed.placeholders, placed.inputs, strict=True)}
+    cut = {name: [d for d, entries in enumerate(dims[name]) if entries] for name in ("up", "bias", "down")}
+    assert cut == {"up": [2], "bias": [1], "down": [1]}
+    whole = max(elements(c) for c in lower(graph, "tp2").communications() if c.part == "body")
+    assert whole <= ROWS * 60 * 16

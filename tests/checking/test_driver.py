@@ -17,6 +17,7 @@ from fxpar.batching.documents import cut_in_documents
 from fxpar.checking import CheckResult, assign, check, relative_error
 from fxpar.ir.graph import Input, TensorMeta, dim_symbol
 from fxpar.ir.strategy import Strategy
+from fxpar.models import load
 from fxpar.runtime.micro import as_one_sequence
 from tests.captured import Captured, fused, gpt, llama, mlp, odd, tokens
 from tests.repeat import crossed, thinned
@@ -94,11 +95,27 @@ def test_odd_modules(name, strategy):
 
 @pytest.mark.parametrize(
     ("strategy", "name"),
-    crossed(["dp3", "tp2", "tp3", "tp2+sp", "cp2", "dp2.tp2+sp+zero3"], ["adapted", "experts"]),
+    crossed(["dp3", "tp2", "tp3", "tp2+sp", "cp2", "dp2.tp2+sp+zero3"], ["adapted", "experts", "routed"]),
 )
 def test_odd_models_on_tokens(name, strategy):
-    """Frozen weights with adapters in recomputed blocks; a batch of expert products."""
+    """Frozen weights with adapters in recomputed blocks; a batch of expert products; tokens routed to experts."""
     assert_exact(odd(name).check(strategy))
+
+
+MIXTURES = [
+    *itertools.product(
+        ["mixtral", "qwen3_moe", "deepseek_v3", "olmoe"], ["tp2+sp", "cp2", "pp2", "dp2.tp2+zero3+remat"]
+    )
+]
+
+
+@pytest.mark.parametrize(("name", "strategy"), thinned(MIXTURES, [("deepseek_v3", "dp2.tp2+zero3+remat")]))
+def test_mixtures_of_experts(name, strategy):
+    pytest.importorskip("transformers")
+    model = load(f"hf:{name}", dtype="float64", tokens=(31, 22))
+    graph = capture(model.model, model.loss_fn, model.example_batch)
+    (result,) = check(graph, [strategy], model.params(), model.buffers(), model.batches, scale=model.scale())
+    assert_exact(result)
 
 
 @pytest.mark.parametrize("strategy", thinned(["tp2.dp2", "cp3.tp2", "dp2.cp2.tp2+sp+zero3"], ["cp3.tp2"]))

@@ -108,7 +108,7 @@ def test_passes_by_name_and_number():
 def test_passes_of_a_pipeline():
     status, out, err = fxpar("diff", "llama", "-s", "pp2.tp2", "--after", "lower_collectives")
     assert status == 0, err
-    assert out.startswith("model llama\n--- pp2.tp2 after ring_attention\n")
+    assert out.startswith("model llama\n--- pp2.tp2 after sort_rows\n")
     assert "bytes that a rank of each stage sends" in out
     assert re.search(r"forward +send +pp +1 -> +1 +15.6 kB -> +15.6 kB", out)
 

@@ -146,3 +146,15 @@ def test_operations_that_a_package_cannot_declare(count, error, message, monkeyp
     monkeypatch.setitem(DECLARED, aten.bernoulli.p, OpTraits(flops=count))
     with pytest.raises(error, match=message):
         flops(node_of(aten.bernoulli.p, torch.rand(3), 0.5), NOTHING)
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_products_of_experts_cost_what_their_rows_do(parts):
+    """And the gradient of the weights as much, however many experts there are."""
+    x, w, ids = t(6, 2, 5), t(4, 5, 3), torch.randint(4, (6, 2))
+    rows, counts, grad = x.view(12, 5), torch.tensor([3, 0, 9, 0]), t(12, 3)
+    if parts:
+        calls = (own.grouped_mm.default, rows, w, counts), (own.grouped_mm_backward.default, grad, rows, counts)
+    else:
+        calls = (own.expert_mm.default, x, w, ids), (own.expert_mm_backward.default, grad.view(6, 2, 3), x, ids, 4)
+    assert [flops(node_of(*call), NOTHING) for call in calls] == [2 * 12 * 5 * 3] * 2

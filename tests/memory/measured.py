@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from fxpar.ir.exec_graph import ExecGraph
+from fxpar.ir.exec_graph import ExecGraph, collective_kind
 from fxpar.lowering import lower
 from fxpar.memory import program_peak
 from fxpar.models import load
@@ -42,6 +42,13 @@ def model(spec: str, tokens: int, dtype: str = "float32", **options: str) -> Cap
     loaded = load(spec, dtype=dtype, options=options, tokens=(tokens,))
     graph = capture(loaded.model, loaded.loss_fn, loaded.example_batch, name=spec)
     return Captured(graph, loaded.params(), loaded.buffers(), loaded.batches)
+
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def _waited(result: Tensor, *held: Tensor) -> Tensor:
+    return _WAIT(result)
 
 
 class _Host:
@@ -75,9 +82,13 @@ class BesideHost(BoundGraph):
 
 def body_bytes(captured: Captured, program: ExecGraph, micro_batches: int = 1) -> int:
     """Bytes above the level before the last micro-batch at its peak, on the first rank. The other ranks are not there:
-    collectives allocate their results and leave them as they are, as they do where a network card moves the data.
+    collectives allocate their results and leave them as they are, as they do where a network card moves the data; it
+    reads an operand until somebody waits for the result.
     """
     strategy = program.strategy
+    for wait in program.body.graph.find_nodes(op="call_function", target=_WAIT):
+        (sent,) = wait.all_input_nodes
+        wait.target, wait.args = _waited, (sent, *(sent.all_input_nodes if collective_kind(sent) else ()))
     params = {
         info.fqn: stored.dist.take(captured.params[info.fqn], 0)
         for info, stored in zip(program.inputs, program.stored_inputs, strict=True)

@@ -30,6 +30,18 @@ SCHEMAS = [
     "fxpar::from_host(Tensor x, *, Device? device=None) -> Tensor",
     "fxpar::to_host(Tensor x) -> Tensor",
     "fxpar::embedding_backward(Tensor grad, Tensor ids, Tensor row_ids, int padding_idx) -> Tensor",
+    "fxpar::expert_mm(Tensor x, Tensor weight, Tensor ids) -> Tensor",
+    "fxpar::expert_mm_backward(Tensor grad, Tensor x, Tensor ids, int experts) -> Tensor",
+    "fxpar::weighted_sum(Tensor rows, Tensor weights) -> Tensor",
+    "fxpar::weighted_sum_backward(Tensor grad, Tensor rows, Tensor weights) -> (Tensor drows, Tensor dweights)",
+    "fxpar::route_rows(Tensor ids, int experts) -> (Tensor order, Tensor counts)",
+    "fxpar::dispatch(Tensor tokens, Tensor order, int slots) -> Tensor",
+    "fxpar::place_rows(Tensor rows, Tensor order, int slots) -> Tensor",
+    "fxpar::grouped_mm(Tensor rows, Tensor weight, Tensor counts) -> Tensor",
+    "fxpar::grouped_mm_backward(Tensor grad, Tensor rows, Tensor counts) -> Tensor",
+    "fxpar::combine(Tensor rows, Tensor? weights, Tensor order, int slots) -> Tensor",
+    "fxpar::combine_backward(Tensor grad, Tensor rows, Tensor weights, Tensor order, int slots) -> "
+    "(Tensor drows, Tensor dweights)",
 ]
 
 
@@ -59,6 +71,27 @@ def attention_samples() -> list[tuple[Any, ...]]:
     ]
 
 
+def expert_samples() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Four tokens, three experts, two for each token; one slot goes to none."""
+    chosen = torch.tensor([[0, 2], [2, 0], [-1, 2], [0, 2]])
+    order, counts = own.route_rows(chosen, 3)
+    x, rows, w, p = (torch.randn(*s, requires_grad=True) for s in ((4, 2, 5), (8, 5), (3, 5, 6), (4, 2)))
+    grad, wide = torch.randn(4, 2, 6), torch.randn(8, 6)
+    return [
+        (own.expert_mm.default, (x, w, chosen)),
+        (own.expert_mm_backward.default, (grad, x.detach(), chosen, 3)),
+        (own.weighted_sum.default, (x, p)),
+        (own.weighted_sum_backward.default, (torch.randn(4, 5), x.detach(), p.detach())),
+        (own.route_rows.default, (chosen, 3)),
+        (own.dispatch.default, (x, order, 2)),
+        (own.place_rows.default, (rows, order, 2)),
+        (own.grouped_mm.default, (rows, w, counts)),
+        (own.grouped_mm_backward.default, (wide, rows.detach(), counts)),
+        (own.combine.default, (rows, p, order, 2)),
+        (own.combine_backward.default, (torch.randn(4, 5), rows.detach(), p.detach(), order, 2)),
+    ]
+
+
 def samples() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
     found: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
     for args in attention_samples():
@@ -77,6 +110,7 @@ def samples() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
         backward = (torch.randn_like(lse), torch.randn_like(picked), logits, target, classes, lse)
         found.append((own.cross_entropy.default, (logits.detach().requires_grad_(), target, classes)))
         found.append((own.cross_entropy_backward.default, backward))
+    found += expert_samples()
     offsets = [torch.arange(2) * 12, torch.arange(4) * 3, torch.arange(3)]
     x = torch.randn(2, 3, 4).transpose(1, 2).requires_grad_()
     found.append((own.dropout.default, (x, torch.tensor(5), offsets, 0.4, 1)))

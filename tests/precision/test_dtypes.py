@@ -55,7 +55,7 @@ def test_every_node_has_the_dtype_that_it_says(spec, precision):
     ("text", "name"),
     crossed(
         ["bf16", "fp32", "bf16+low(norms|softmax|loss)"],
-        ["norms", "counter", "shared", "sizes", "adapted", "experts"],
+        ["norms", "counter", "shared", "sizes", "adapted", "experts", "routed"],
     ),
 )
 def test_odd_models_captured_in_float64(name, text):

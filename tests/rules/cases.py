@@ -256,6 +256,8 @@ REDUCTIONS = [
     Case(aten.all.default, lambda: (x(6, 12) > -9,), (0, 0)),
     Case(aten.all.dim, lambda: (x(6, 12) > -1, -2, True), (1, 1)),
     Case(aten.argmax.default, lambda: (x(6, 12), 1), (1, 1)),
+    Case(aten.max.dim, lambda: (x(6, 12), -1), (1, 1)),
+    Case(aten.min.dim, lambda: (x(6, 12), 0, True), (1, 1), note="keepdim"),
     Case(aten.argmax.default, lambda: (x(6, 12), 0, True), (1, 1), note="keepdim"),
     Case(aten.argmax.default, lambda: (x(6, 12),), (0, 0), note="all"),
     Case(aten.var.correction, lambda: (x(6, 12), [0]), (1, 1)),

@@ -105,6 +105,14 @@ OWN = [
     Case(own.embedding.default, lambda: (x(17, 4), ids(17, 7), row_ids(17)), (2, 2), note="uneven"),
     Case(own.embedding_backward.default, lambda: (x(6, 12, 4), ids(18, 6, 12), row_ids(18), -1), (3, 3)),
     Case(own.embedding_backward.default, lambda: (x(7, 4), ids(17, 7), row_ids(17), 3), (2, 2), note="padding index"),
+    Case(own.expert_mm.default, lambda: (x(6, 12, 6), x(5, 6, 12), ids(5, 6, 12)), (4, 4)),
+    Case(own.expert_mm.default, lambda: (x(7, 5), x(3, 5, 7), ids(4, 7)), (3, 3), note="uneven"),
+    Case(own.expert_mm_backward.default, lambda: (x(6, 12, 6), x(6, 12, 12), ids(5, 6, 12), 5), (4, 4)),
+    Case(own.expert_mm_backward.default, lambda: (x(7, 5), x(7, 7), ids(4, 7), 3), (3, 3), note="uneven"),
+    Case(own.weighted_sum.default, lambda: (x(12, 6, 6), x(12, 6)), (4, 4)),
+    Case(own.weighted_sum.default, lambda: (x(7, 7, 7), x(7, 7)), (4, 4), note="uneven"),
+    Case(own.weighted_sum_backward.default, lambda: (x(12, 6), x(12, 6, 6), x(12, 6)), (4, 4)),
+    Case(own.weighted_sum_backward.default, lambda: (x(7, 7), x(7, 7, 7), x(7, 7)), (4, 4), note="uneven"),
 ]
 
 

@@ -232,8 +232,20 @@ def test_a_pipeline_that_holds_its_logits_has_them_whole():
     given = problem(None, 1, names=("pp2",))
     search = _Search(given, given.known(lowered, outlined), lambda _: None)
     chosen = [(512, search.known.candidate(Strategy.parse("pp2+chunks(8)"), lambda _: None))]
-    (group,) = search._best_pipelines(chosen, search.pricer.price(chosen, settle=True)).groups
+    (group,) = search._best_variants(chosen, search.pricer.price(chosen, settle=True)).groups
     assert group.strategy == "pp2+zb_h1"
+
+
+@pytest.mark.parametrize(("slowdown", "found"), [(None, "dp2+remat"), (1.0, "dp2+offload")])
+def test_what_a_layer_keeps_waits_on_the_host_where_that_takes_less_time(slowdown: float | None, found: str):
+    """Than to compute it again: where copies run beside kernels, over a fast link."""
+    given = problem(None, 1, names=("dp2",))
+    device = replace(CPU, overlap_slowdown=slowdown, host_gb_per_s=100.0)
+    given = replace(given, cluster=replace(LINKS, device=device))
+    search = _Search(given, given.known(lowered, outlined), lambda _: None)
+    chosen = [(512, search.known.candidate(Strategy.parse("dp2+remat"), lambda _: None))]
+    (group,) = search._best_variants(chosen, search.pricer.price(chosen, settle=True)).groups
+    assert group.strategy == found
 
 
 def test_a_group_that_no_mini_batch_has_is_none():

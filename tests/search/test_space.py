@@ -64,4 +64,13 @@ def test_what_is_recomputed_or_runs_in_chunks_places_nothing():
     ],
 )
 def test_other_pipelines(text, want):
-    assert [str(one) for one in also_tried(Strategy.parse(text))] == want
+    assert [str(one) for one in also_tried(Strategy.parse(text), offload=True)] == want
+
+
+def test_what_is_computed_again_may_wait_on_the_host():
+    full = Strategy.parse("dp2.tp2+sp+zero3+remat")
+    assert [str(one) for one in also_tried(full, offload=True)] == [
+        "dp2.tp2+sp+zero3+offload",
+        "dp2.tp2+sp+zero3+remat(selective|redo_comm)+offload",
+    ]
+    assert also_tried(full, offload=False) == ()

@@ -1,0 +1,58 @@
+"""Experts in mini-batches of several strategies: trained weights are one device's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxpar import expert_mm, weighted_sum
+from tests.runtime.hot import Case, hot, largest_error, loss_error, sequences
+
+LENGTHS = (5, 60, 33, 17, 130, 8, 90, 12)
+
+
+class Routed(nn.Module):
+    """Each token through three of five experts; nothing else mixes or moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding, self.router, self.head = nn.Embedding(131, 16), nn.Linear(16, 5), nn.Linear(16, 131)
+        self.up, self.down = nn.Parameter(torch.randn(5, 32, 16) * 0.2), nn.Parameter(torch.randn(5, 16, 16) * 0.2)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids) + torch.sin(position_ids[..., None] * 0.1)
+        tokens = x.reshape(-1, 16)
+        weights, ids = self.router(tokens).softmax(-1).topk(3, -1)
+        gate, value = expert_mm(tokens[:, None].expand(-1, 3, -1), self.up.transpose(1, 2), ids).chunk(2, -1)
+        return self.head(x + weighted_sum(expert_mm(F.silu(gate) * value, self.down, ids), weights).view(x.shape))
+
+
+def routed() -> nn.Module:
+    return Routed().double()
+
+
+CASES = {
+    "zero, width, tokens": Case(
+        [sequences(seed, LENGTHS) for seed in (3, 4)],
+        {"strategies": {16: "dp4+zero3", 64: "tp4", 512: "cp2.tp2+sp"}, "checked": True},
+        routed,
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, dict]:
+    return hot(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trained_weights_are_those_of_one_device(trained, name):
+    have, case = trained[name], CASES[name]
+    want = case.one_device()
+    assert {group.strategy for group in have["reports"][0].groups} == set(case.options["strategies"].values())
+    assert loss_error(have["losses"], want["losses"]) <= 1e-12
+    assert largest_error(have["grads"], want["grads"]) <= 1e-10
+    assert largest_error(have["params"], want["params"]) <= 1e-9
