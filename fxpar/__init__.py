@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from fxpar.ir.mesh import Mesh
     from fxpar.ir.strategy import Strategy
     from fxpar.lowering import lower
-    from fxpar.runtime.options import compile_strategies
+    from fxpar.runtime.options import compile_strategies, compile_task
+    from fxpar.runtime.task import Task
     from fxpar.store.folder import Weights
     from fxpar.tracer import capture
     from fxpar.tracer.experts import expert_mm, weighted_sum
@@ -46,10 +47,12 @@ _WHERE = {
     "Replicate": "fxpar.ir.dist_config",
     "Shard": "fxpar.ir.dist_config",
     "Strategy": "fxpar.ir.strategy",
+    "Task": "fxpar.runtime.task",
     "Weights": "fxpar.store.folder",
     "capture": "fxpar.tracer",
     "check": "fxpar.checking",
     "compile_strategies": "fxpar.runtime.options",
+    "compile_task": "fxpar.runtime.options",
     "expert_mm": "fxpar.tracer.experts",
     "losses": "fxpar.losses:",
     "lower": "fxpar.lowering",
@@ -75,11 +78,13 @@ __all__ = [
     "Replicate",
     "Shard",
     "Strategy",
+    "Task",
     "Weights",
     "__version__",
     "capture",
     "check",
     "compile_strategies",
+    "compile_task",
     "expert_mm",
     "losses",
     "lower",

@@ -13,6 +13,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ParamSpec, Protocol
 
 from torch import Tensor, nn
@@ -20,17 +21,20 @@ from torch import Tensor, nn
 from fxpar.batching import BatchPlan
 from fxpar.errors import ParallelizeError, nearest
 from fxpar.errors.base import one_line
+from fxpar.ir.strategy import Strategy
 from fxpar.monitor import Monitor
 from fxpar.runtime.ahead import DrawnAhead
 from fxpar.runtime.notices import only_rank_0_warns
-from fxpar.runtime.opening import open_session
+from fxpar.runtime.opening import change_tasks, open_session
 from fxpar.runtime.options import ParallelizeOptions
 from fxpar.runtime.planned import check_choice, chosen
 from fxpar.runtime.report import Evaluated, StepReport
 from fxpar.runtime.session import Session
+from fxpar.runtime.task import Task
 from fxpar.store import MemoryReport
 
 _STATE = "_fxpar_session"
+MiniBatch = Sequence[Tensor | Mapping[str, Tensor]]
 
 
 Arguments = ParamSpec("Arguments")
@@ -93,6 +97,9 @@ def parallelize(target: Any, options: ParallelizeOptions) -> Any:
       `fxpar plan --lengths` takes it), and devices as `cluster` says. It is `model.fxpar_session.options.plan` then.
     - `loss(model, batch)`: sum over valid tokens (`fxpar.losses`). `example`: a batch to capture with; by default one
       packed row of `input_ids`, `labels`, `position_ids`.
+    - `tasks`: several losses instead of `loss` and `example`, by name, each with batches and maybe strategies of its
+      own (`fxpar.Task`). A mini-batch is `{name: mini-batch}`, its loss the weighted sum of the tasks' mean losses. A
+      task without a batch is left out; with `absent_tasks="rescale"` the weights of the others add up to those of all.
     - `token_budget`: most tokens of one micro-batch of one replica, for all limits or by limit.
     - `packed`: several sequences per micro-batch. None: if it is proved that they do not see each other (else a line
       says what mixes them, and each runs alone); True: without a proof; False: never.
@@ -166,7 +173,7 @@ def _convert(module: nn.Module, options: ParallelizeOptions) -> nn.Module:
         raise ParallelizeError(f"this {type(module).__name__} is parallel already")
     with only_rank_0_warns():
         strategies, options = chosen(module, options)
-        session = open_session(module, strategies, options.loss, options.example, options)
+        session = open_session(module, strategies, options)
     module.__class__ = _parallel_class(type(module))
     module.__dict__[_STATE] = session
     return module
@@ -198,7 +205,7 @@ class ParallelModule(nn.Module):
         return session
 
     def train_step(
-        self, sequences: Sequence[Tensor | Mapping[str, Tensor]], *, denominator: float | None = None
+        self, sequences: MiniBatch | Mapping[str, MiniBatch], *, denominator: float | Mapping[str, float] | None = None
     ) -> StepReport:
         """Forward and backward of one mini-batch: token sequences [T] of any lengths, the same on every rank.
 
@@ -209,30 +216,33 @@ class ParallelModule(nn.Module):
         `denominator`, a number above 0 and the same on every rank, takes the place of the number of valid tokens: the
         gradient is that of the summed loss divided by it. So a weighted mean is divided by its weights, and several
         calls before `optimizer.step()` add up to one mini-batch if each is given the valid tokens of all.
+
+        With tasks both are dicts by their names: `train_step({"caption": sequences, "pairs": [batch, batch]})`.
         """
         return self._session().train_step(self, sequences, denominator)
 
     def evaluate(
-        self, sequences: Sequence[Tensor | Mapping[str, Tensor]], *, denominator: float | None = None
-    ) -> Evaluated:
+        self, sequences: MiniBatch | Mapping[str, MiniBatch], *, denominator: float | Mapping[str, float] | None = None
+    ) -> Evaluated | dict[str, Evaluated]:
         """Mean loss over the valid tokens of held-out sequences: evaluation mode, no gradients, each length group under
         its own strategy. A float, the same on every rank, which all pass the same sequences; its `metrics` are those
-        that the loss function returns, as in the report of `train_step`. `denominator` as there.
+        that the loss function returns, as in the report of `train_step`. `denominator` as there. With tasks a dict of
+        these, of each task that is given something.
         """
         return self._session().evaluate(self, sequences, denominator)
 
-    def plan(self, sequences: Sequence[Tensor | Mapping[str, Tensor]]) -> BatchPlan:
-        """What `train_step` would run, without running it."""
-        return self._session().engine.plan(sequences)
+    def plan(self, sequences: MiniBatch | Mapping[str, MiniBatch]) -> BatchPlan | dict[str, BatchPlan]:
+        """What `train_step` would run, without running it; of tasks by their names."""
+        return self._session().plan(sequences)
 
-    def plan_ahead(self, batches: Iterable[Sequence[Tensor | Mapping[str, Tensor]]]) -> DrawnAhead:
+    def plan_ahead(self, batches: Iterable[MiniBatch | Mapping[str, MiniBatch]]) -> DrawnAhead:
         """The mini-batches of `batches`, such as a loader, to iterate over. Before one is handed out the next one is
         drawn, and a thread begins with its plan, which the `train_step` takes that is given the same sequences.
 
         What is wrong with a mini-batch is raised in its step, what drawing it raises where it would be handed out. If
         `batches` has a `state_dict`, so has the result: that after the last mini-batch that was handed out.
         """
-        return DrawnAhead(batches, self._session().engine.begin_plan)
+        return DrawnAhead(batches, self._session().begin_plan)
 
     @property
     def fxpar_session(self) -> Session:
@@ -258,6 +268,23 @@ class ParallelModule(nn.Module):
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> ParallelModule:
         """Nothing to do: the storage was made, and filled, by `parallelize`. (Code for sharded models calls this.)"""
+        return self
+
+    def change_tasks(
+        self, tasks: Mapping[str, Task], strategies: Mapping[int, Strategy | str] | None = None
+    ) -> ParallelModule:
+        """Train for these tasks from the next step on, as `parallelize(tasks=..., strategies=...)` takes them: tasks
+        join, leave, or get other weights, strategies or ranks. Weights, gradients and the count of steps stay, an
+        optimizer goes on; a task that is the same but for its weight is not captured again. All ranks call it alike.
+
+        Raises what `parallelize` raises, and then nothing has changed.
+        """
+        session = self._session()
+        if session.options.tasks is None:
+            raise ParallelizeError("change_tasks: this model was parallelized with one loss, without tasks=")
+        check_choice(replace(session.options, tasks=tasks, strategies=strategies))
+        with only_rank_0_warns():
+            self.__dict__[_STATE] = change_tasks(self, session, tasks, strategies)
         return self
 
     def using(self, strategy: str) -> Any:

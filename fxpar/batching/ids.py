@@ -51,14 +51,16 @@ class IdLimit:
         return not inside and bool(self.outside(values).any())
 
 
-def id_limits(logical: LogicalGraph) -> dict[str, IdLimit]:
-    """The limit of each batch key whose values index tables of fixed size as they are: that of the smallest table."""
+def id_limits(logical: LogicalGraph, aliases: Mapping[str, str] = ALIASES) -> dict[str, IdLimit]:
+    """The limit of each batch key whose values index tables of fixed size as they are: that of the smallest table. Keys
+    that have `aliases` are called by these.
+    """
     found: dict[str, IdLimit] = {}
     for node, info in zip(logical.placeholders, logical.inputs, strict=True):
         if info.kind == "batch" and is_whole(info.meta.dtype):
             limits = list(_limits(node))
             if limits:
-                found[ALIASES.get(info.fqn, info.fqn)] = min(limits, key=lambda limit: limit.rows)
+                found[aliases.get(info.fqn, info.fqn)] = min(limits, key=lambda limit: limit.rows)
     return found
 
 

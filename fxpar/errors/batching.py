@@ -247,6 +247,16 @@ class BatchIdError(FxparError):
         )
 
 
+class WholeBatchError(FxparError):
+    """A batch of a mini-batch is not like the one that was captured."""
+
+    def __init__(self, index: int, why: str) -> None:
+        super().__init__(
+            f"batch {index} of the mini-batch {why}. A mini-batch is a list of batches like the example, each of which "
+            "runs alone"
+        )
+
+
 class UnmarkedDocumentsError(FxparError):
     """Several sequences in a row for a graph that could not tell them apart."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from fxpar.errors.base import FxparError
 
@@ -54,6 +54,30 @@ class ParallelizeError(FxparError):
 
     def __init__(self, why: str) -> None:
         super().__init__(f"parallelize: {why}")
+
+
+class TaskError(FxparError):
+    """A task of `fxpar.parallelize(tasks=...)` that makes no sense."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"task {name!r} {why}" if name else f"a task {why}")
+
+
+class TaskBatchError(FxparError):
+    """What a step is given is not a mini-batch for each of some tasks."""
+
+    def __init__(self, why: str, names: Iterable[str]) -> None:
+        super().__init__(f"{why}. Give a dict from tasks to their mini-batches; the tasks are {', '.join(names)}")
+
+
+class ParamDtypeError(FxparError):
+    """Two tasks compute with one parameter in different dtypes, so no one copy of it could be sent to both."""
+
+    def __init__(self, fqn: str, first: str, other: str) -> None:
+        super().__init__(
+            f"one task computes with {fqn} in {first}, another one in {other}. Give parallelize a precision that "
+            "treats it alike in all tasks"
+        )
 
 
 class ChangedParameterError(FxparError):

@@ -48,11 +48,11 @@ def digest(sequences: Sequence[Sequence_]) -> int:
 
 
 def check_same_batch(
-    sequences: Sequence[Sequence_], plan: str, device: torch.device, group: Any = None, denominator: float | None = None
+    sequences: Sequence[Sequence_], plan: str, device: torch.device, group: Any = None, denominator: object = None
 ) -> None:
     """Raise BatchMismatchError on every rank if one was given another mini-batch or denominator, or made another plan.
 
-    `plan` is the fingerprint of what this rank is going to run.
+    `plan` is the fingerprint of what this rank is going to run, `denominator` what losses are divided by.
     """
     mine = [digest(sequences), _short(repr(denominator)), _short(plan)]
     world, count = dist.get_world_size(), len(mine)

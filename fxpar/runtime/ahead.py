@@ -72,13 +72,13 @@ class DrawnAhead:
     one before.
     """
 
-    def __init__(self, batches: Iterable[Sequence[Sequence_]], begin: Callable[[Sequence[Sequence_]], object]) -> None:
+    def __init__(self, batches: Iterable[Any], begin: Callable[[Any], object]) -> None:
         if not isinstance(batches, Iterable) or isinstance(batches, Tensor | Mapping):
             raise MiniBatchesError(type(batches).__name__)
         self.batches: Any = batches
         self._begin = begin
-        self._iterator: Iterator[Sequence[Sequence_]] = iter(batches)
-        self._drawn: Callable[[], Sequence[Sequence_]] | None = None
+        self._iterator: Iterator[Any] = iter(batches)
+        self._drawn: Callable[[], Any] | None = None
         self._state: Any = None
         self._ended = False
 
@@ -87,7 +87,7 @@ class DrawnAhead:
             self._iterator, self._drawn, self._ended = iter(self.batches), None, False
         return self
 
-    def __next__(self) -> Sequence[Sequence_]:
+    def __next__(self) -> Any:
         drawn, self._drawn = self._drawn or self._draw(), None
         try:
             current = drawn()
@@ -102,7 +102,7 @@ class DrawnAhead:
             raise ReusedMiniBatchError
         return current
 
-    def _draw(self, begin: Callable[[Sequence[Sequence_]], object] = lambda _: None) -> Callable[[], Any]:
+    def _draw(self, begin: Callable[[Any], object] = lambda _: None) -> Callable[[], Any]:
         """What gives the next mini-batch, or raises what drawing it has raised."""
         try:
             found = next(self._iterator)

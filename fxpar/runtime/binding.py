@@ -13,10 +13,10 @@ from fxpar.runtime.bound import BoundGraph, bind
 from fxpar.runtime.channels import Channels, ProcessGroupChannels
 from fxpar.runtime.pipeline import BoundPipeline
 from fxpar.runtime.runner import Backend
-from fxpar.runtime.teams import BoundTeam
+from fxpar.runtime.teams import BoundElsewhere, BoundTeam
 from fxpar.transport.groups import ProcessGroups
 
-Bound = BoundGraph | BoundPipeline | BoundTeam
+Bound = BoundGraph | BoundPipeline | BoundTeam | BoundElsewhere
 
 
 def bind_here(
@@ -33,7 +33,9 @@ def bind_here(
     """
     teams = program.teams if isinstance(program, TeamsGraph) else (program,)
     found = [_bind(team, process_groups, device, compile, channels) for team in teams]
-    mine = next(one for one in found if one is not None)
+    mine = next((one for one in found if one is not None), None)
+    if mine is None:
+        return BoundElsewhere(program, dist.get_rank())
     if not isinstance(program, TeamsGraph):
         return mine
     return BoundTeam(program, mine, process_groups.of(program.mesh.ranks, "teams"))

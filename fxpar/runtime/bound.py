@@ -79,6 +79,12 @@ class BoundGraph(TrainRunner[ExecGraph]):
             found["loss"] = found["metrics"].pop("loss")
         return found
 
+    def run_forward(self, micro_batches: Sequence[MicroRun]) -> dict[str, Tensor]:
+        """As `BoundPipeline.run_forward`; its backward runs, too, whose gradients nobody takes: the graph is one."""
+        self.run_all(micro_batches)
+        found = self.finish()
+        return {"loss": found["loss"], **found["metrics"]}
+
 
 def bind(program: ExecGraph, rank: int, groups: Mapping[str, str], *, compile: Backend = "eager") -> BoundGraph:
     """`program` for `rank`; `groups` names a process group for each of `program.axes()`."""

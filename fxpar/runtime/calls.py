@@ -112,8 +112,13 @@ class PlainCalls:
 
     def call(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """`module(*args, **kwargs)` under the strategy. Raises PackedCallError, in the first call under
-        a strategy ReplicaBatchError, and the errors of capture and lower.
+        a strategy ReplicaBatchError, and the errors of capture and lower; ParallelizeError without a strategy on all
+        ranks.
         """
+        if not self.strategies:
+            raise ParallelizeError(
+                "each task runs on some ranks only, so there is no strategy for plain calls, model(x)"
+            )
         with without_documents():
             ready = self._get_ready(module, args, kwargs)
         replica = replica_of(ready.program, ready.runner.rank)

@@ -8,27 +8,29 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from fxpar.batching import LengthGroup, length_groups
 from fxpar.batching.collate import ALIASES
 from fxpar.batching.ids import IdLimit, id_limits
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import BinsError, LimitBranchError, ParallelizeError, warn
+from fxpar.errors import BinsError, LimitBranchError, ParallelizeError, TaskError, warn
 from fxpar.flow import with_packing
 from fxpar.ir.graph import DOCUMENTS, TOKEN_NUMBERS, TOKENS, TensorMeta
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.runtime.notices import warn_of_carried, warn_of_limits
 from fxpar.runtime.options import (
-    CompiledModel,
-    LossFunction,
     ParallelizeOptions,
     as_precision,
     cluster_here,
     compile_strategies,
+    compile_task,
+    on_ranks,
     strategy_names,
 )
+from fxpar.runtime.reading import Reading, TokenRows, WholeBatches, is_row_of_tokens
+from fxpar.runtime.task import CompiledModel, Task, check_ranks
 from fxpar.store import check_order
 from fxpar.store.folder import Given
 from fxpar.tracer.signature import model_device
@@ -36,8 +38,12 @@ from fxpar.tracer.signature import model_device
 
 @dataclass(frozen=True)
 class Decided:
-    """What is known before anything is allocated: the same on all ranks."""
+    """What is known of a task before anything is allocated: the same on all ranks. Names of its strategies begin with
+    its own, which is empty if there is one loss only.
+    """
 
+    name: str
+    task: Task
     compiled: CompiledModel
     groups: tuple[LengthGroup, ...]
     names: list[str]  # of the strategies, by group
@@ -74,36 +80,70 @@ class Decided:
         read = {info.fqn for node, info in zip(logical.placeholders, logical.inputs, strict=True) if node.users}
         return {key: meta for key, meta in self.keys.items() if key in read}
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether a mini-batch is a list of batches like the example."""
+        return bool(self.name) and not is_row_of_tokens(self.compiled.logical)
+
+    @property
+    def reading(self) -> Reading:
+        """How a mini-batch is read."""
+        if self.is_whole:
+            return WholeBatches(self.read_keys, id_limits(self.compiled.logical, {}))
+        return TokenRows(self.read_keys, self.id_limits)
+
+
+def tasks_of(strategies: Mapping[int, Strategy | str] | None, options: ParallelizeOptions) -> dict[str, Task]:
+    """The tasks with their strategies, or the one loss, which has no name. Raises TaskError for a task without."""
+    if options.tasks is None:
+        assert strategies is not None
+        budget, compiled = options.token_budget, options.compiled
+        return {"": Task(options.loss, options.example, 1.0, strategies, budget, compiled=compiled)}
+    found = {}
+    for name, task in options.tasks.items():
+        own = strategies if task.strategies is None else task.strategies
+        if own is None:
+            raise TaskError(name, "has no strategies: give Task(strategies={512: 'dp2'}), or strategies= for all tasks")
+        budget = options.token_budget if task.token_budget is None else task.token_budget
+        found[name] = replace(task, strategies=own, token_budget=budget)
+    return found
+
 
 def decide(
-    module: nn.Module,
-    strategies: Mapping[int, Strategy | str],
-    loss: LossFunction,
-    example: Mapping[str, Tensor] | None,
-    options: ParallelizeOptions,
+    module: nn.Module, name: str, task: Task, options: ParallelizeOptions, device: torch.device | None = None
 ) -> Decided:
-    """Capture and lower, or take what was given, and check what belongs together."""
-    world = dist.get_world_size()
-    groups = length_groups(strategies, world=world, token_budget=options.token_budget)
+    """Capture and lower, or take what was given, and check what belongs together. `device`: where the weights are, by
+    default where the module has them.
+    """
+    strategies, world = task.strategies, dist.get_world_size()
+    assert strategies is not None
+    if task.ranks is not None:
+        check_ranks(name, task.ranks, world)
+        strategies, world = on_ranks(strategies, task.ranks), len(task.ranks)
+    groups = length_groups(strategies, world=world, token_budget=task.token_budget)
     names = strategy_names([group.strategy for group in groups])
-    device = model_device(module)
-    cluster = cluster_here(options.cluster, world, device)
+    device = device or model_device(module)
+    cluster = cluster_here(options.cluster, dist.get_world_size(), device)
     given = None if options.weights is None else Given.to(module, options.weights)
-    compiled = options.compiled or compile_strategies(
-        module, strategies, loss, example, options.token_budget, options.precision, options.packed, options.passes
-    )
-    _check_compiled(compiled, names, options)
+    compiled = task.compiled or _compile(module, name, task, options)
+    _check_compiled(compiled, names, task, options)
+    _check_placed(name, task, compiled)
+    before = f"{name}: " if name else ""
     # In the order of the groups: the order of a dict that was given may be another one on another rank.
-    programs = {name: compiled.programs[name] for name in dict.fromkeys(names)}
+    programs = {before + each: compiled.programs[each] for each in dict.fromkeys(names)}
     compiled = replace(compiled, programs=programs)
     order = None if options.order is None else check_order(options.order, list(programs))
-    lowered = [programs[name] for name in names]
+    names = [before + each for each in names]
+    lowered = [programs[each] for each in names]
     packed = compiled.packing is not None and options.packed is not False
     for group in groups if not packed else ():
         if group.strategy.bins > 1:
             why = "packed=False runs each sequence alone, so all bins but one would be empty"
             raise BinsError(str(group.strategy), compiled.logical.name, why)
-    decided = Decided(compiled, groups, names, device, cluster, order, packed, given)
+    decided = Decided(name, task, compiled, groups, names, device, cluster, order, packed, given)
+    if decided.is_whole:
+        dim = decided.reading.length_dim
+        return replace(decided, groups=tuple(_with_multiples(groups, lowered, dim)))
     if not decided.takes_sequences:
         return decided
     _check_limits(compiled, groups)
@@ -111,17 +151,43 @@ def decide(
     return replace(decided, groups=groups)
 
 
-def _check_compiled(compiled: CompiledModel, names: Sequence[str], options: ParallelizeOptions) -> None:
+def _compile(module: nn.Module, name: str, task: Task, options: ParallelizeOptions) -> CompiledModel:
+    if name:
+        try:
+            return compile_task(module, task, None, options.precision, options.packed, options.passes)
+        except Exception as error:
+            error.add_note(f"in task {name!r}")
+            raise
+    assert task.strategies is not None
+    budget, how = task.token_budget, (options.precision, options.packed, options.passes)
+    return compile_strategies(module, task.strategies, task.loss, task.example, budget, *how)
+
+
+def _check_compiled(compiled: CompiledModel, names: Sequence[str], task: Task, options: ParallelizeOptions) -> None:
     """Raise ParallelizeError for what was compiled for something else."""
     programs = compiled.programs
     if options.precision is not None and as_precision(options.precision) != compiled.precision:
         raise ParallelizeError(f"compiled is for precision {compiled.precision}, not {options.precision}")
     if set(programs) != set(names):
         raise ParallelizeError(f"compiled is for strategies {', '.join(programs)}, not {', '.join(names)}")
-    if options.compiled is not None and options.passes is not None:
+    if task.compiled is not None and options.passes is not None:
         raise ParallelizeError("compiled is lowered already; give passes to fxpar.compile_strategies")
     if compiled.packing is not None:
         _check_packed(programs)
+
+
+def _check_placed(name: str, task: Task, compiled: CompiledModel) -> None:
+    """Raise TaskError for a task on some ranks whose step writes buffers, which the others would not have; and for
+    programs that were compiled for other ranks.
+    """
+    if task.ranks is None:
+        return
+    written = [out.fqn for out in compiled.logical.outputs if out.kind == "buffer"]
+    if written:
+        raise TaskError(name, f"writes {', '.join(written)} on some ranks only, so that the others would not have it")
+    for program in compiled.programs.values():
+        if program.mesh.ranks != tuple(task.ranks):
+            raise TaskError(name, f"was compiled for ranks {program.mesh.ranks}, and is to run on {list(task.ranks)}")
 
 
 def _check_limits(compiled: CompiledModel, groups: Sequence[LengthGroup]) -> None:
@@ -137,6 +203,9 @@ def _check_limits(compiled: CompiledModel, groups: Sequence[LengthGroup]) -> Non
 def tell(decided: Decided, options: ParallelizeOptions) -> None:
     """Warn of what a user may not expect."""
     compiled = decided.compiled
+    if decided.is_whole:
+        warn_of_carried(compiled.logical)
+        return
     if not decided.packed and options.packed is None:
         warn(f"{compiled.logical.name}: {_alone(decided)}")
     if decided.takes_sequences:
@@ -179,10 +248,7 @@ def with_multiples(
     Raises ParallelizeError if some length would have no strategy, unless all lengths are `promised` to be multiples.
     The error also says why rows are `unpacked`.
     """
-    found = [
-        replace(group, multiple=program.divisors.get("T", 1) if program.padding_hazard else 1)
-        for group, program in zip(groups, programs, strict=True)
-    ]
+    found = _with_multiples(groups, programs, TOKENS)
     for g, (group, program) in enumerate(zip(found, programs, strict=True)):
         if all(promised % later.multiple for later in found[g:]):
             why = with_packing(program.padding_hazard or "", unpacked)
@@ -192,3 +258,10 @@ def with_multiples(
                 f"promise lengths that divide: length_multiple={group.multiple}"
             )
     return tuple(found)
+
+
+def _with_multiples(groups: Sequence[LengthGroup], programs: Sequence[TrainGraph], dim: str) -> list[LengthGroup]:
+    return [
+        replace(group, multiple=program.divisors.get(dim, 1) if program.padding_hazard else 1)
+        for group, program in zip(groups, programs, strict=True)
+    ]

@@ -12,13 +12,11 @@ Every valid token has weight 1 / (valid tokens of the mini-batch), so no plan ch
 
 from __future__ import annotations
 
-import math
-import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -26,34 +24,22 @@ from torch import Tensor
 
 from fxpar.batching import BatchPlan, GroupPlan, LengthGroup, MicroBatch, RunTime, plan_batch
 from fxpar.batching.borders import Borders, by_strategy
-from fxpar.batching.collate import (
-    check_denominator,
-    check_keys,
-    check_present,
-    check_sequences,
-    documents_of,
-    valid_tokens,
-)
-from fxpar.batching.ids import IdLimit, check_ids
+from fxpar.batching.collate import check_denominator
 from fxpar.batching.lengths import LengthLimits
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.group_cost import Cost
-from fxpar.errors import FxparError, ModelLengthError, NanLossError, NoGradError, ReplanError
-from fxpar.ir.graph import TensorMeta
-from fxpar.runtime.agree import check_same_batch
+from fxpar.errors import ModelLengthError, NoGradError, ReplanError
 from fxpar.runtime.ahead import PlansAhead
 from fxpar.runtime.binding import Bound
 from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.loss_scaler import LossScaler
-from fxpar.runtime.micro import MicroRun, replica_of, row_of, sequence_length
-from fxpar.runtime.mini_batch import GroupWork, MiniBatch
-from fxpar.runtime.modes import cast_as_captured, deterministic_kernels
-from fxpar.runtime.report import StepReport, metrics_of
-from fxpar.runtime.spans import GroupRun, Recorder, StepTrace
+from fxpar.runtime.micro import MicroRun, replica_of
+from fxpar.runtime.mini_batch import GroupWork
+from fxpar.runtime.reading import Reading, Sequence_, TokenRows
+from fxpar.runtime.spans import GroupRun, Recorder
 from fxpar.runtime.switching import Switching
 from fxpar.schedule.mini_batch import Pace
 
-Sequence_ = Tensor | Mapping[str, Tensor]
 LATELY = 4  # mini-batches whose lengths are kept
 
 
@@ -104,8 +90,8 @@ class Replanned:
 
 @dataclass
 class Engine:
-    """Runs mini-batches on this rank. `names[g]` is the program of group g, `keys` what they read of a batch; all ranks
-    call `step` alike.
+    """Runs mini-batches on this rank (`fxpar.runtime.step`), or its `task`'s share of them. `names[g]` is the program
+    of group g; all ranks run alike.
     """
 
     groups: Sequence[LengthGroup]
@@ -121,8 +107,8 @@ class Engine:
     world_group: Any = None
     scaler: LossScaler | None = None
     recorder: Recorder | None = None
-    id_limits: Mapping[str, IdLimit] = field(default_factory=dict)
-    keys: Mapping[str, TensorMeta] = field(default_factory=dict)
+    reading: Reading = field(default_factory=TokenRows)
+    task: str = ""
     steps: int = 0
 
     def __post_init__(self) -> None:
@@ -138,20 +124,33 @@ class Engine:
         paces = {name: bound.pace for name, bound in self.bound.items()}
         return {name: pace for name, pace in paces.items() if home and pace is not None}
 
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that run its programs."""
+        return next(iter(self.bound.values())).program.mesh.ranks
+
+    @property
+    def border_factor(self) -> float:
+        """On what switches and reductions are predicted to take."""
+        return self._borders.factor
+
+    @cached_property
+    def trained(self) -> set[str]:
+        """Parameters that get a gradient."""
+        return {out.fqn for bound in self.bound.values() for out in bound.program.outputs if out.kind == "grad"}
+
     def plan(self, sequences: Sequence[Sequence_]) -> BatchPlan:
         """What `step` would run, in that order. Raises the errors of `fxpar.batching`."""
         return self._plan(self._apart(sequences, self.options.split), self.options.packed)
 
     def _apart(self, sequences: Sequence[Sequence_], split: bool) -> Sequence[Sequence_]:
         """What runs: the sequences, or (`split`) their documents where the graph would not keep those apart."""
-        check_sequences(sequences)
-        check_keys(sequences, self.keys)
-        check_ids(sequences, self.id_limits)
-        return [part for one in sequences for part in documents_of(one)] if split else sequences
+        self.reading.check(sequences)
+        return self.reading.apart(sequences) if split else sequences
 
     def _plan(self, sequences: Sequence[Sequence_], packed: bool) -> BatchPlan:
         options = self.options
-        lengths = _lengths(sequences)
+        lengths = self.reading.lengths(sequences)
         for index, length in enumerate(lengths):
             if not options.lengths.hold(length):
                 raise ModelLengthError(index, length, str(options.lengths))
@@ -208,138 +207,63 @@ class Engine:
             return tuple(name for name in self.options.order if name in runs)
         return borders.fastest(self.switching.schedule.order(runs), runs)
 
-    def step(
-        self, sequences: Sequence[Sequence_], buffers: dict[str, Tensor], denominator: float | None = None
-    ) -> StepReport:
-        """Run one mini-batch; home gradients are added to. `buffers` (by FQN) are replaced by their new values. The
-        summed loss is divided by `denominator`, without one by the number of valid tokens.
-
-        Raises AutocastError, NoGradError, NanLossError, DenominatorError, BatchMismatchError, the errors of
-        `fxpar.batching`, and what the watcher makes of a rank that is gone.
-        """
-        options = self.options
-        with (
-            cast_as_captured(self.device, options.autocast),
-            deterministic_kernels(options.deterministic),
-            self.watched(f"step {self.steps + 1}"),
-        ):
-            return self._step(sequences, buffers, denominator)
-
     def watched(self, phase: str) -> AbstractContextManager[object]:
         """In the block, what fails because a rank is gone raises PeerLostError, which names it and this phase."""
         return nullcontext() if self.watcher is None else self.watcher.explained(phase)
 
-    def _step(
-        self, sequences: Sequence[Sequence_], buffers: dict[str, Tensor], denominator: float | None
-    ) -> StepReport:
-        begun = time.perf_counter()
-        if self.recorder is not None:
-            self.recorder.begin()
-        with self._phase("compare mini-batches"):
-            plan, valid, sequences = self.agreed_plan(sequences, denominator=denominator)
-        planned = time.perf_counter()
-        self.lately.append(_lengths(sequences))
-        factor = 1.0 if self.scaler is None else self.scaler.scale
-        self.gradients.begin(factor)
-        batch = self._mini_batch(plan.groups, sequences, factor / (denominator or valid), buffers)
-        reports = batch.run(self.options.overlap)
-        losses = [loss / factor for loss in batch.losses]
-        self.gradients.end()
-        skipped = self._check_overflow(factor) or self._check_losses(losses, plan.groups)
-        self.steps += 1
-        return StepReport(
-            step=self.steps,
-            loss=math.fsum(losses),
-            sequences=len(sequences),
-            tokens=sum(sequence_length(s) for s in sequences),
-            valid_tokens=valid,
-            wall_s=time.perf_counter() - begun,
-            plan_s=planned - begun,
-            groups=tuple(reports),
-            merged=tuple((self.groups[a].limit, self.groups[b].limit) for a, b in plan.merged),
-            predicted_s=plan.predicted_s,
-            rides=tuple((self.groups[a].limit, self.groups[b].limit, number) for a, b, number in plan.rides),
-            skipped=skipped,
-            packed=self.options.packed,
-            metrics=metrics_of(batch.metrics),
-            trace=self._trace(plan.groups, sequences),
-        )
-
-    def agreed_plan(
-        self,
-        sequences: Sequence[Sequence_],
-        forward_keys: Collection[str] | None = None,
-        denominator: float | None = None,
-    ) -> tuple[BatchPlan, int, Sequence[Sequence_]]:
-        """The plan, the number of valid tokens and what runs, once all ranks have found the same: an error is every
-        rank's. `forward_keys`: for a forward outside of the captured step, which reads these keys of a batch and would
-        not keep documents apart.
-        """
-        alone, parts, valid = forward_keys is not None, sequences, 0
-        plan, problem = None, None
-        try:
-            if not (alone or torch.is_grad_enabled()):
-                raise NoGradError
-            check_denominator(denominator)
-            parts = self._apart(sequences, self.options.split or alone)
-            check_present(sequences, forward_keys or ())
-            ahead = None if alone else self._ahead.take(_lengths(parts))
-            plan, valid = ahead or self._plan(parts, self.options.packed and not alone), valid_tokens(parts)
-        except FxparError as error:
-            problem = error
-        if self.options.check_batches and self.switching.world > 1:
-            mine = plan.fingerprint() if plan is not None else str(problem)
-            check_same_batch(sequences, mine, self.device, self.world_group, denominator)
-        if plan is None:
-            assert problem is not None
-            raise problem
-        return plan, valid, parts
+    def planned(self, given: Given) -> Share:
+        """What it runs of a mini-batch, as this rank finds it. Raises NoGradError, DenominatorError, and the errors of
+        `fxpar.batching`."""
+        alone = given.forward_keys is not None
+        if not (alone or torch.is_grad_enabled()):
+            raise NoGradError
+        check_denominator(given.denominator)
+        parts = self._apart(given.sequences, self.options.split or alone)
+        self.reading.check_present(parts, given.forward_keys or ())
+        ahead = None if alone else self._ahead.take(self.reading.lengths(parts))
+        plan = ahead or self._plan(parts, self.options.packed and not alone)
+        return Share(self, plan, parts, self.reading.valid(parts), given.denominator, given.weight)
 
     def begin_plan(self, sequences: Sequence[Sequence_]) -> None:
         """Make the plan of these in a thread, for the `step` that is given them."""
 
         def make() -> tuple[tuple[int, ...], BatchPlan]:
             parts = self._apart(sequences, self.options.split)
-            return _lengths(parts), self._plan(parts, self.options.packed)
+            return self.reading.lengths(parts), self._plan(parts, self.options.packed)
 
         self._ahead.begin(make)
 
-    def _mini_batch(
-        self, groups: Sequence[GroupPlan], sequences: Sequence[Sequence_], scale: float, buffers: dict[str, Tensor]
-    ) -> MiniBatch:
-        works = []
+    def works(self, groups: Sequence[GroupPlan], sequences: Sequence[Sequence_], scale: float) -> list[GroupWork]:
+        """Groups as they run, in that order; `scale` is that of every summed loss."""
+        found = []
         for group in groups:
-            name = self.names[group.group]
-            lengths = tuple(sequence_length(sequences[i]) for i in group.sequences)
+            name, lengths = self.names[group.group], self.reading.lengths([sequences[i] for i in group.sequences])
             made = partial(self._micro_batches, self.bound[name], group, sequences, scale)
-            works.append(GroupWork(self.groups[group.group], name, group, lengths, made))
-        return MiniBatch(
-            works, self.bound, self.switching, self.gradients, buffers, self._phase, self.recorder, self._borders.factor
-        )
+            found.append(GroupWork(self.groups[group.group], name, group, lengths, made))
+        return found
 
-    def _trace(self, groups: Sequence[GroupPlan], sequences: Sequence[Sequence_]) -> StepTrace | None:
-        """What was recorded of the mini-batch; None if nobody asked."""
-        if self.recorder is None:
-            return None
-        runs = []
+    def runs(self, groups: Sequence[GroupPlan], sequences: Sequence[Sequence_]) -> list[GroupRun]:
+        """Groups as a trace tells of them."""
+        lengths, found = self.reading.lengths(sequences), []
         for group in groups:
             micro_batches = tuple(
-                tuple(tuple(sequence_length(sequences[i]) for i in micro.sequences) for micro in replica)
-                for replica in group.replicas
+                tuple(tuple(lengths[i] for i in micro.sequences) for micro in replica) for replica in group.replicas
             )
-            runs.append(GroupRun(self.groups[group.group].limit, self.names[group.group], micro_batches))
-        return self.recorder.trace(runs)
+            found.append(GroupRun(self.groups[group.group].limit, self.names[group.group], micro_batches))
+        return found
 
     def _micro_batches(
         self, bound: Bound, group: GroupPlan, sequences: Sequence[Sequence_], scale: float
     ) -> list[MicroRun]:
         """What this rank's replica runs, with idle ones where it must run as many as the others."""
         program = bound.program
+        if bound.rank not in program.mesh:
+            return []
         of_team = [group.replicas[i] for i in bound.replicas]
 
         def load(micro: MicroBatch, text: str) -> Mapping[str, Tensor]:
-            with self._phase(f"run {program.strategy}, {text}"):
-                return row_of(program, sequences, micro)
+            with self.phase(f"run {program.strategy}, {text}"):
+                return self.reading.row(program, sequences, micro)
 
         mine, seed = of_team[replica_of(program, bound.rank)], self._seed()
         runs = [
@@ -348,8 +272,7 @@ class Engine:
         ]
         if program.strategy.most_zero >= 2:
             # Any small batch will do: it counts nothing.
-            shortest = min(group.sequences, key=lambda i: sequence_length(sequences[i]))
-            micro = MicroBatch((shortest,), sequence_length(sequences[shortest]))
+            micro = self.reading.shortest(sequences, group)
             idle = MicroRun(partial(load, micro, "no micro-batch left"), scale, idle=True)
             runs += [idle] * (max(map(len, of_team)) - len(mine))
         return runs
@@ -360,30 +283,36 @@ class Engine:
         """
         return (self.options.seed * 6364136223846793005 + self.steps + 1442695040888963407) % 2**63
 
-    def _check_overflow(self, factor: float) -> bool:
-        """Whether the mini-batch is left out because fp16 gradients overflowed, on any rank and in any group."""
-        if self.scaler is None:
-            return False
-        overflow = not self.gradients.unscale(factor)
-        give_up = overflow and self.scaler.is_exhausted
-        self.scaler.update(overflow)
-        if overflow and not give_up:
-            self.gradients.drop()
-        return overflow and not give_up
-
-    def _check_losses(self, losses: Sequence[float], groups: Sequence[GroupPlan]) -> bool:
-        """Whether the mini-batch is left out because its loss is no number. Losses are the same on every rank."""
-        bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
-        if bad is None:
-            return False
-        self.gradients.drop()
-        if self.options.nan == "error":
-            raise NanLossError(losses[bad], self.steps + 1, str(self.groups[groups[bad].group]))
-        return True
-
-    def _phase(self, text: str) -> AbstractContextManager[object]:
+    def phase(self, text: str) -> AbstractContextManager[object]:
         return nullcontext() if self.watcher is None else self.watcher.phase(f"step {self.steps + 1}, {text}")
 
 
-def _lengths(sequences: Sequence[Sequence_]) -> tuple[int, ...]:
-    return tuple(sequence_length(one) for one in sequences)
+@dataclass(frozen=True)
+class Given:
+    """What an engine is given. The summed loss counts `weight` / `denominator`, by default over what is valid.
+    `forward_keys`: for a forward outside of the captured step, which reads these keys of a batch and would not keep
+    documents apart.
+    """
+
+    engine: Engine
+    sequences: Sequence[Sequence_]
+    denominator: float | None = None
+    weight: float = 1.0
+    forward_keys: Collection[str] | None = None
+
+
+@dataclass(frozen=True)
+class Share:
+    """What an engine runs of a mini-batch: `sequences`, as `plan` says."""
+
+    engine: Engine
+    plan: BatchPlan
+    sequences: Sequence[Sequence_]
+    valid: int
+    denominator: float | None
+    weight: float
+
+    @property
+    def scale(self) -> float:
+        """The factor on summed losses."""
+        return self.weight / (self.denominator or self.valid)

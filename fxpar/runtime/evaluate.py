@@ -12,21 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fxpar.batching import GroupPlan, MicroBatch
-from fxpar.batching.collate import collate
+from fxpar.batching import GroupPlan
 from fxpar.errors import EvaluateLossError, EvaluateStagesError, muted_warnings
 from fxpar.ir.graph import COUNT, Averaged, LogicalGraph
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.losses import LossFunction, with_metrics
 from fxpar.lowering import lower
-from fxpar.runtime.binding import bind_here
-from fxpar.runtime.bound import BoundGraph
+from fxpar.runtime.binding import Bound, bind_here
 from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.engine import Engine
-from fxpar.runtime.micro import MicroRun, is_first_of_replica, replica_of, row_of, sequence_length
-from fxpar.runtime.pipeline import BoundPipeline
+from fxpar.runtime.micro import MicroRun, is_first_of_replica, replica_of
 from fxpar.runtime.report import Evaluated, metrics_of
-from fxpar.runtime.teams import BoundTeam
+from fxpar.runtime.step import Given, agreed
 from fxpar.switch import layout_of
 
 _ALWAYS = "Let it return the same metrics for every batch"
@@ -34,8 +31,9 @@ _ALWAYS = "Let it return the same metrics for every batch"
 
 @dataclass
 class Evaluation:
-    """Evaluates a module; `capture` gives its training step in evaluation mode, for strategies with stages. `keys` are
-    those of the batch that the loss function takes, `averaged` says that it returns a mean.
+    """Evaluates a module; `capture` gives its training step in evaluation mode, for strategies with stages, and for all
+    if the loss function is `captured_only`: it need not call the whole model. `keys` are those of the batch that the
+    loss function takes, `averaged` says that it returns a mean.
     """
 
     engine: Engine
@@ -44,8 +42,9 @@ class Evaluation:
     capture: Callable[[nn.Module], LogicalGraph]
     keys: Sequence[str]
     averaged: Averaged | None = None
+    captured_only: bool = False
     _logical: LogicalGraph | None = None
-    _bound: dict[str, BoundPipeline | BoundTeam] = field(default_factory=dict)
+    _bound: dict[str, Bound] = field(default_factory=dict)
 
     def run(
         self,
@@ -59,7 +58,8 @@ class Evaluation:
         All ranks pass the same sequences. Raises as `train_step` does.
         """
         engine = self.engine
-        plan, count, sequences = engine.agreed_plan(sequences, self.keys, denominator)
+        (share,) = agreed([Given(engine, sequences, denominator, forward_keys=self.keys)])
+        plan, sequences = share.plan, share.sequences
         names = self._names()
         total = torch.zeros(len(names), dtype=torch.float64, device=engine.device)
         modes = {part: part.training for part in module.modules()}  # parts may be in another one than the whole
@@ -67,8 +67,8 @@ class Evaluation:
         try:
             for group in plan.groups:
                 name = engine.names[group.group]
-                if self.calls.strategies[name].stages > 1:
-                    sums = self._through_stages(module, name, sequences, group)
+                if self.captured_only or self.calls.strategies[name].stages > 1:
+                    sums = self._captured(module, name, sequences, group)
                 else:
                     with self.calls.using(name), torch.no_grad():
                         sums = self._share(module, name, sequences, group)
@@ -79,7 +79,7 @@ class Evaluation:
         if dist.get_world_size() > 1:
             dist.all_reduce(total, group=engine.world_group)
         found = dict(zip(names, total.tolist(), strict=True))
-        return Evaluated(found.pop("loss") / (denominator or count), metrics_of([found]))
+        return Evaluated(found.pop("loss") * share.scale, metrics_of([found]))
 
     def _names(self) -> list[str]:
         """The loss and the metrics of the step that is trained, which a pipeline gives and all ranks add up."""
@@ -96,8 +96,8 @@ class Evaluation:
         counts = is_first_of_replica(program, rank)
         for turn in range(group.slots):
             # Replicas make equally many calls, as the first one moves weights between all ranks.
-            micro = mine[turn] if turn < len(mine) else _shortest(sequences, group)
-            batch = collate(sequences, micro, self.keys)
+            micro = mine[turn] if turn < len(mine) else self.engine.reading.shortest(sequences, group)
+            batch = self.engine.reading.unpadded(sequences, micro, self.keys)
             sums = self._sums(module, {key: value.to(self.engine.device) for key, value in batch.items()})
             for each in found if turn < len(mine) and counts else ():
                 found[each] += sums[each]
@@ -126,28 +126,28 @@ class Evaluation:
             raise EvaluateLossError(f"returns other metrics ({here}) than when it was captured ({trained})", _ALWAYS)
         return {name: float(one) for name, one in found.items()}
 
-    def _through_stages(
-        self, module: nn.Module, name: str, sequences: Sequence[Any], group: GroupPlan
-    ) -> dict[str, float]:
-        """The sums of all ranks, on the first one."""
+    def _captured(self, module: nn.Module, name: str, sequences: Sequence[Any], group: GroupPlan) -> dict[str, float]:
+        """The sums of all ranks that run it, on the first of them."""
         if name not in self._bound:
             self._bound[name] = self._bind(module, name)
         bound, engine = self._bound[name], self.engine
         program, of_team = bound.program, [group.replicas[i] for i in bound.replicas]
-        micro_batches = list(of_team[replica_of(program, bound.rank)])
+        here = bound.rank in program.mesh
+        micro_batches = list(of_team[replica_of(program, bound.rank)]) if here else []
         staged, zero = isinstance(program, PipelineGraph), program.strategy.most_zero
         idle = max(map(len, of_team)) - len(micro_batches) if zero == 3 or (zero and not staged) else 0
-        runs = [MicroRun(partial(row_of, program, sequences, micro), 1.0) for micro in micro_batches]
-        spare = partial(row_of, program, sequences, _shortest(sequences, group))
+        row = partial(engine.reading.row, program, sequences)
+        runs = [MicroRun(partial(row, micro), 1.0) for micro in micro_batches]
+        spare = partial(row, engine.reading.shortest(sequences, group))
         runs += [MicroRun(spare, 0.0, idle=True)] * idle
         engine.switching.to(name, ())
         bound.prepare(engine.switching.store.compute(name), dict(module.named_buffers(remove_duplicate=False)))
         sums = bound.run_forward(runs)
-        return {each: float(value) if bound.rank == 0 else 0.0 for each, value in sums.items()}
+        return {each: float(value) if bound.rank == program.mesh.ranks[0] else 0.0 for each, value in sums.items()}
 
-    def _bind(self, module: nn.Module, name: str) -> BoundPipeline | BoundTeam:
+    def _bind(self, module: nn.Module, name: str) -> Bound:
         """The model in evaluation mode, with the weights where training has them."""
-        strategy = self.calls.strategies[name]
+        strategy = self.engine.bound[name].program.strategy
         with muted_warnings():  # all of them have come from training
             self._logical = self._logical or self.capture(module)
             program = lower(self._logical, strategy, for_store=True)
@@ -155,12 +155,4 @@ class Evaluation:
         if here != there:
             other = next((fqn for fqn in (*there, *here) if here.get(fqn) != there.get(fqn)), "")
             raise EvaluateStagesError(str(strategy), other)
-        bound = bind_here(program, self.calls.process_groups, device=self.engine.device, compile=self.calls.compile)
-        assert not isinstance(bound, BoundGraph)
-        return bound
-
-
-def _shortest(sequences: Sequence[Any], group: GroupPlan) -> MicroBatch:
-    lengths = {i: sequence_length(sequences[i]) for i in group.sequences}
-    index = min(lengths, key=lambda i: (lengths[i], i))
-    return MicroBatch((index,), lengths[index])
+        return bind_here(program, self.calls.process_groups, device=self.engine.device, compile=self.calls.compile)

@@ -8,7 +8,7 @@ chain   (the paper's way) terms are reduced within the replicas of their graph; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -46,9 +46,11 @@ class Gradients:
     _hops: dict[tuple[str, str], tuple[SwitchPlan, Switch]] = field(default_factory=dict)
     _last: str | None = None
 
-    def begin(self, scale: float = 1.0) -> None:
-        """Start a mini-batch whose loss is multiplied by `scale`: `.grad` of the parameters is where gradients go."""
-        self.store.attach_gradients(self.store.trained)
+    def begin(self, scale: float = 1.0, names: Collection[str] | None = None) -> None:
+        """Start a mini-batch whose loss is multiplied by `scale`: `.grad` of these parameters (by default of all that
+        are trained) is where gradients go.
+        """
+        self.store.attach_gradients(self.store.trained if names is None else names)
         if scale != 1.0:  # what earlier mini-batches have left is divided with the rest at the end
             self.store.scale_gradients(scale)
         self._last = None

@@ -20,7 +20,7 @@ from fxpar.runtime.report import GroupReport
 from fxpar.runtime.spans import NO_SPANS, Recorder, Spans
 from fxpar.runtime.streams import carry_out
 from fxpar.runtime.switching import Switching
-from fxpar.schedule.mini_batch import GroupAction
+from fxpar.schedule.mini_batch import GroupAction, in_waves
 
 Phase = Callable[[str], AbstractContextManager[object]]
 
@@ -56,9 +56,12 @@ class MiniBatch:
     _moved: dict[GroupAction, int] = field(default_factory=dict)
     _arrivals: dict[int, Arrivals] = field(default_factory=dict)
 
-    def run(self, overlap: bool) -> list[GroupReport]:
-        """All groups; `overlap`: switches and reductions run beside the groups, in a thread of their own."""
-        plan = schedule_of([one.name for one in self.groups], self.switching.resident, overlap)
+    def run(self, overlap: bool, waves: Sequence[int] = ()) -> list[GroupReport]:
+        """All groups; `overlap`: switches and reductions run beside the groups, in a thread of their own. With `waves`,
+        numbers of groups, those of a wave run at the same time, on ranks of their own.
+        """
+        names = [one.name for one in self.groups]
+        plan = in_waves(waves) if waves else schedule_of(names, self.switching.resident, overlap)
         self._arrivals = {action.group: Arrivals() for action in plan.fed_by if action.kind == "run"}
         self._grads = {number: Handed() for number in range(len(self.groups))}
         spent = carry_out(plan, self._do, self._shown)

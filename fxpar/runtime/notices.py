@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -54,3 +54,20 @@ def warn_of_carried(logical: LogicalGraph) -> None:
             "forward is a micro-batch, which may be several sequences, and the mean of what the replicas write is "
             "kept: these buffers do not count as on one device. Losses and gradients do not depend on them"
         )
+
+
+def tell_of_tasks(graphs: Mapping[str, LogicalGraph]) -> None:
+    """What of a model no task trains, and tasks that have no parameter in common with any other one."""
+    if len(graphs) < 2:
+        return
+    trained = {name: {out.fqn for out in graph.outputs if out.kind == "grad"} for name, graph in graphs.items()}
+    every = {info.fqn: info.requires_grad for graph in graphs.values() for info in graph.params()}
+    nobody = [fqn for fqn, wanted in every.items() if wanted and not any(fqn in mine for mine in trained.values())]
+    if nobody:
+        warn(f"the loss of no task depends on {', '.join(nobody)}: no gradient, as in autograd")
+    for name, mine in trained.items():
+        if not any(mine & others for other, others in trained.items() if other != name):
+            warn(
+                f"task {name!r} trains no parameter that another task trains. It runs, but nothing is shared: is its "
+                "loss of the right part of the model?"
+            )

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from fxpar.batching import GroupCost, MicroBatch, length_groups
 from fxpar.batching.collate import collate
 from fxpar.batching.groups import check_strategies
-from fxpar.batching.lengths import LengthLimits, length_limits
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import (
     DataDependentError,
@@ -31,12 +30,13 @@ from fxpar.errors import (
     PlannerError,
     PositionTableError,
     StrategySyntaxError,
+    TaskError,
     nearest,
 )
 from fxpar.ir.collector import collector_paused
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
-from fxpar.ir.graph import LogicalGraph, Packing
+from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
@@ -52,12 +52,16 @@ from fxpar.passes.reduce_gradients import ReduceGradients
 from fxpar.passes.zero_shard import ZeroShard
 from fxpar.precision import Precision, with_precision
 from fxpar.runtime.gradients import Mode
+from fxpar.runtime.reading import is_row_of_tokens
 from fxpar.runtime.runner import Backend
+from fxpar.runtime.task import CompiledModel, Task, check_tasks
 from fxpar.search.plan_file import Plan
 from fxpar.store.folder import Weights
 from fxpar.switch.by_turns import TURNS
 from fxpar.switch.planners import planner_names
 from fxpar.tracer import capture
+from fxpar.tracer.dynamic import Dynamic
+from fxpar.tracer.finish import without_unread
 from fxpar.transport.executions import EXECUTIONS
 
 Ladder = Callable[[list[GraphPass]], list[GraphPass]]
@@ -79,27 +83,6 @@ def cluster_here(described: ClusterSpec | None, world: int, device: torch.device
 def _only(kinds: Any, meant: str) -> dict[str, Any]:
     """Of a field whose kind of value is looked at: what it may be, and in words. Numbers are above 0."""
     return {"kinds": kinds, "meant": meant}
-
-
-@dataclass(frozen=True)
-class CompiledModel:
-    """A model captured once and lowered for each strategy (by its text); plain data, the same on every rank.
-
-    `logical` is the graph as it was captured, what the model does to one sequence; `precision` says how the programs
-    compute. `packing` is that of their rows, None if a row is one sequence; `unpacked` says why, if so.
-    """
-
-    logical: LogicalGraph
-    programs: Mapping[str, TrainGraph]
-    timings: Mapping[str, float] = field(default_factory=dict)
-    precision: Precision = field(default_factory=Precision)
-    packing: Packing | None = None
-    unpacked: str = ""
-
-    @property
-    def lengths(self) -> LengthLimits:
-        """How long a sequence may be, as the model was captured."""
-        return length_limits(self.logical)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +154,10 @@ class ParallelizeOptions:
     weights: Weights | str | os.PathLike[str] | None = field(
         default=None, metadata=_only(Weights | str | os.PathLike | None, "folder of weights, such as './llama-8b'")
     )
+    tasks: Mapping[str, Task] | None = field(
+        default=None, metadata=_only(Mapping | None, 'dict of tasks, such as {"caption": fxpar.Task(loss, example)}')
+    )
+    absent_tasks: Literal["count", "rescale"] = "count"
     seed: int = field(default=0, metadata={"kinds": int, "meant": "whole number", "signed": True})
 
     def __post_init__(self) -> None:
@@ -202,6 +189,8 @@ class ParallelizeOptions:
                 raise ParallelizeError(
                     f'home={{{glob!r}: {placement!r}}} is not a glob and placement, such as {{"*.norm.*": "R"}}'
                 )
+        if self.tasks is not None:
+            check_tasks(self.tasks)
         planners = (*planner_names(), TURNS)
         if self.planner not in planners:
             raise PlannerError(self.planner, planners)
@@ -227,24 +216,65 @@ def compile_strategies(
     with collector_paused():
         begun = time.process_time()
         logical = capture_step(module, loss, example)
-        captured = time.process_time()
-        how = as_precision(precision)
         rows, unpacked = packed_if_proved(logical, force=bool(packed))
-        computed = with_precision(rows, how)
-        dtypes = {"accumulate": how.accumulate_dtype, "reduce": how.reduce_dtype}
-        parsed = [strategy for _, choice in sorted(strategies.items()) for strategy in formations(choice)]
-        by_name = dict(zip(strategy_names(parsed), parsed, strict=True))
-        groups = length_groups(strategies, world=parsed[0].world, token_budget=token_budget)
-        tokens = {group.strategy: group.token_budget for group in groups}  # of the longest group with this strategy
-        sizes = {dim.name for dim in logical.dims} & {"T"}
-        programs = {}
-        for name, strategy in by_name.items():
-            ladder = default_passes(for_store=True, sizes=dict.fromkeys(sizes, tokens[strategy]), **dtypes)
-            programs[name] = lower(
-                computed, strategy, passes=ladder if passes is None else _given_passes(passes, ladder)
-            )
+        captured = time.process_time()
+        programs = _programs(rows, strategies, token_budget, as_precision(precision), passes)
         timings = {"capture_cpu_s": captured - begun, "lower_cpu_s": time.process_time() - captured}
-        return CompiledModel(logical, programs, timings, how, rows.packing, unpacked)
+        return CompiledModel(logical, programs, timings, as_precision(precision), rows.packing, unpacked)
+
+
+def compile_task(
+    module: nn.Module,
+    task: Task,
+    strategies: Mapping[int, Strategy | str] | None = None,
+    precision: Precision | str | None = None,
+    packed: bool | None = None,
+    passes: Ladder | None = None,
+) -> CompiledModel:
+    """`compile_strategies` for a task, whose own strategies go first; programs have only the parameters that it reads.
+
+    Raises TaskError without strategies, and what `compile_strategies` raises.
+    """
+    given = strategies if task.strategies is None else task.strategies
+    if given is None:
+        raise TaskError("", "has no strategies: give some to the task, or to all")
+    check_strategies(given)
+    given = given if task.ranks is None else on_ranks(given, task.ranks)
+    with collector_paused():
+        logical = capture_step(module, task.loss, task.example, task.dynamic, tell_unused=False)
+        read, unpacked = without_unread(logical), "its batches are whole"
+        if is_row_of_tokens(logical):
+            read, unpacked = packed_if_proved(read, force=bool(packed))
+        programs = _programs(read, given, task.token_budget, as_precision(precision), passes)
+        return CompiledModel(logical, programs, {}, as_precision(precision), read.packing, unpacked)
+
+
+def on_ranks(strategies: Mapping[int, Strategy | str], ranks: Sequence[int]) -> dict[int, Strategy]:
+    """Strategies whose ranks begin at the first of these."""
+    parsed = {limit: Strategy.parse(one) if isinstance(one, str) else one for limit, one in strategies.items()}
+    return {limit: replace(one, offset=ranks[0]) for limit, one in parsed.items()}
+
+
+def _programs(
+    rows: LogicalGraph,
+    strategies: Mapping[int, Strategy | str],
+    token_budget: int | Mapping[int, int] | None,
+    how: Precision,
+    passes: Ladder | None,
+) -> dict[str, TrainGraph]:
+    """A graph of rows, lowered for each strategy."""
+    computed = with_precision(rows, how)
+    dtypes = {"accumulate": how.accumulate_dtype, "reduce": how.reduce_dtype}
+    parsed = [strategy for _, choice in sorted(strategies.items()) for strategy in formations(choice)]
+    by_name = dict(zip(strategy_names(parsed), parsed, strict=True))
+    groups = length_groups(strategies, world=parsed[0].world, token_budget=token_budget)
+    tokens = {group.strategy: group.token_budget for group in groups}  # of the longest group with this strategy
+    sizes = {dim.name for dim in rows.dims} & {"T"}
+    programs = {}
+    for name, strategy in by_name.items():
+        ladder = default_passes(for_store=True, sizes=dict.fromkeys(sizes, tokens[strategy]), **dtypes)
+        programs[name] = lower(computed, strategy, passes=ladder if passes is None else _given_passes(passes, ladder))
+    return programs
 
 
 def _given_passes(passes: Ladder, ladder: list[GraphPass]) -> list[GraphPass]:
@@ -267,14 +297,20 @@ def _given_passes(passes: Ladder, ladder: list[GraphPass]) -> list[GraphPass]:
 _OF_THE_STORE = (Casts, NarrowGradients, ReduceGradients, ZeroShard)
 
 
-def capture_step(module: nn.Module, loss: LossFunction, example: Mapping[str, Tensor] | None) -> LogicalGraph:
+def capture_step(
+    module: nn.Module,
+    loss: LossFunction,
+    example: Mapping[str, Tensor] | None,
+    dynamic: Dynamic = "auto",
+    tell_unused: bool = True,
+) -> LogicalGraph:
     """The training step on `example`; by default on token ids and labels, and on positions if model or loss ask.
 
     A model that makes its own positions is left to: they need not begin at 0.
     """
     name = type(module).__name__
     if example is not None:
-        return capture(module, loss, example, name=name)
+        return capture(module, loss, example, dynamic=dynamic, name=name, tell_unused=tell_unused)
     known = inspect.signature(module.forward).parameters
     positional = [name for name, one in known.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
     given = known.get("position_ids")
@@ -284,7 +320,7 @@ def capture_step(module: nn.Module, loss: LossFunction, example: Mapping[str, Te
         if not positions:
             del batch["position_ids"]
         try:
-            return capture(module, loss, batch, name=name)
+            return capture(module, loss, batch, name=name, tell_unused=tell_unused)
         except MissingInputError as error:
             if error.key != "position_ids":
                 raise ExampleNeededError(error.key, batch) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -25,12 +25,16 @@ T = TypeVar("T")
 
 AUTO = "auto"
 _OF_A_SEARCH = ("lengths", "tokens_per_step")
+_OF_ONE_LOSS = ("loss", "example", "compiled", "plan", "order", *_OF_A_SEARCH)
 _OF_STRATEGIES = ("token_budget", "order", "resident", "plain", "compiled")  # what names strategies that are not there
 
 
 def check_choice(options: ParallelizeOptions) -> None:
     """Raise ParallelizeError unless strategies are said once."""
     given, plan = options.strategies, options.plan
+    if options.tasks is not None:
+        _check_beside_tasks(options)
+        return
     if plan is None and given is None:
         raise ParallelizeError(
             "strategies= is missing, such as strategies={512: 'dp2', 4096: 'cp2'}; or plan=, a file of `fxpar plan`"
@@ -55,9 +59,24 @@ def check_choice(options: ParallelizeOptions) -> None:
             raise ParallelizeError(f'{name}= is of strategies that are known, not for strategies="auto"')
 
 
-def chosen(module: nn.Module, options: ParallelizeOptions) -> tuple[Mapping[int, Strategy | str], ParallelizeOptions]:
-    """The strategies, and the options with what a plan says of budgets; a memory budget of the options goes first.
-    All ranks call it alike.
+def _check_beside_tasks(options: ParallelizeOptions) -> None:
+    """Raise ParallelizeError for what is said of one loss, or not known of several."""
+    defaults = {one.name: one.default for one in fields(ParallelizeOptions)}
+    for name in _OF_ONE_LOSS:
+        if getattr(options, name) is not defaults[name]:
+            where = f"fxpar.Task({name}=...)" if name in ("loss", "example", "compiled") else "strategies={...}"
+            raise ParallelizeError(f"{name}= is of one loss, and there are tasks=: give {where}")
+    if options.strategies == AUTO:
+        raise ParallelizeError('strategies="auto" is of one loss, and there are tasks=: give strategies={...}')
+    if options.gradients != "home":
+        raise ParallelizeError(f"gradients={options.gradients!r} is of one loss, and there are tasks=: leave it out")
+
+
+def chosen(
+    module: nn.Module, options: ParallelizeOptions
+) -> tuple[Mapping[int, Strategy | str] | None, ParallelizeOptions]:
+    """The strategies (None: each task has its own), and the options with what a plan says of budgets; a memory budget
+    of the options goes first. All ranks call it alike.
 
     Raises ParallelizeError, OptionMismatchError where ranks do not choose in the same way, PlanFileError for a plan
     that cannot be read or is not for this model and world, and for "auto" what the search raises: on rank 0,
@@ -70,7 +89,6 @@ def chosen(module: nn.Module, options: ParallelizeOptions) -> tuple[Mapping[int,
         with explained_before(options):
             check_same_options({'whether strategies="auto"': auto, "whether there is a monitor": monitor})
     if options.plan is None and options.strategies != AUTO:
-        assert options.strategies is not None
         assert not isinstance(options.strategies, str)
         return options.strategies, options
     if options.plan is None:

@@ -54,6 +54,8 @@ class StepReport:
     `predicted_s` is what the mini-batch was predicted to take: of `wall_s` all but `plan_s`.
     `packed`: several sequences may have shared a row; if not, each ran alone.
     `trace` is there if spans are recorded (`parallelize(..., record=True)`).
+    `tasks` has a report of each task that had a batch, by name: what is of the whole mini-batch (times, `skipped`) is
+    in each, its `loss` is without its weight. The whole has the weighted sum, and metrics called "task/metric".
     """
 
     step: int
@@ -70,6 +72,7 @@ class StepReport:
     skipped: bool = False
     packed: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    tasks: Mapping[str, StepReport] = field(default_factory=dict)
     trace: StepTrace | None = field(default=None, repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:

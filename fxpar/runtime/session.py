@@ -2,80 +2,173 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from fxpar.batching import LengthGroup
+from fxpar.batching import BatchPlan, LengthGroup
 from fxpar.batching.collate import are_inputs_again
-from fxpar.errors import ParallelizeError, warn
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.errors import ParallelizeError, TaskBatchError, warn
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.losses import causal_lm, what_is_called
+from fxpar.monitor import Monitor
 from fxpar.runtime.attributes import PlainAttribute
 from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.drift import Drift
-from fxpar.runtime.engine import Engine, Replanned
+from fxpar.runtime.engine import Engine, Given, Replanned
 from fxpar.runtime.evaluate import Evaluation
-from fxpar.runtime.options import (
-    CompiledModel,
-    ParallelizeOptions,
-)
+from fxpar.runtime.options import ParallelizeOptions
 from fxpar.runtime.report import Evaluated, StepReport
+from fxpar.runtime.step import heard_by_all, step
 from fxpar.runtime.storage import activation_bytes
+from fxpar.runtime.task import CompiledModel, Task, batches_of, denominators_of
 from fxpar.store import MemoryReport
 from fxpar.store.weights import WeightStore
 from fxpar.torch_api.hooks import hooked_modules
+from fxpar.transport.groups import ProcessGroups
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a session stands on: what stays when its tasks change."""
+
+    process_groups: ProcessGroups
+    world_group: Any
+    cluster: ClusterSpec
+    watcher: Monitor | None
+
+
+@dataclass(frozen=True)
+class SessionTask:
+    """One loss of a session: what it was given as, what it became, what runs and evaluates it."""
+
+    task: Task
+    compiled: CompiledModel
+    engine: Engine
+    evaluation: Evaluation
 
 
 @dataclass
 class Session:
-    """The state of a parallel module on this rank."""
+    """The state of a parallel module on this rank. `tasks` by name; one loss alone has no name."""
 
-    compiled: CompiledModel
+    tasks: Mapping[str, SessionTask]
     store: WeightStore
-    engine: Engine
     planned_memory: MemoryReport  # without a budget nobody has asked for activations
     options: ParallelizeOptions
     calls: PlainCalls
-    evaluation: Evaluation
+    ground: Ground
     hooks: dict[str, int] | None  # of modules, at the capture; None once a user was told
     attributes: list[PlainAttribute]  # as they were at the capture, but for those of which a user was told
     labels_seen: bool = False  # whether there was a mini-batch
     scale_told: bool = False
 
     @property
+    def first(self) -> SessionTask:
+        """The loss, if there is one alone. What tasks share (storage, steps, ranks) is that of any."""
+        return next(iter(self.tasks.values()))
+
+    @property
+    def engine(self) -> Engine:
+        return self.first.engine
+
+    @property
+    def evaluation(self) -> Evaluation:
+        return self.first.evaluation
+
+    @property
+    def compiled(self) -> CompiledModel:
+        return self.first.compiled
+
+    @property
     def programs(self) -> Mapping[str, TrainGraph]:
-        return self.compiled.programs
+        """Of all tasks, by the names of their strategies."""
+        return {name: program for one in self.tasks.values() for name, program in one.compiled.programs.items()}
 
     @cached_property
     def memory(self) -> MemoryReport:
         """Bytes on the fullest rank, with activations as this rank predicts them."""
         if self.options.memory_budget_bytes is not None:
             return self.planned_memory
-        engine = self.engine
-        programs = [self.programs[name] for name in engine.names]
-        needed = activation_bytes(programs, engine.groups, engine.options.packed, engine.options.lengths)
+        needed = max(self._activations(one.engine, one.engine.groups) for one in self.tasks.values())
         return replace(self.planned_memory, activation_bytes=needed)
 
-    def train_step(self, module: nn.Module, sequences: Sequence[Any], denominator: float | None = None) -> StepReport:
+    def _activations(self, engine: Engine, groups: Sequence[LengthGroup]) -> int:
+        programs = [self.programs[name] for name in engine.names]
+        return activation_bytes(programs, groups, engine.options.packed, engine.options.lengths)
+
+    def kept(self, name: str, task: Task) -> Task:
+        """A task with what it became in this session, if it is the same but for its weight."""
+        known = self.tasks.get(name)
+        if known is None or task.compiled is not None or not known.task.is_alike(task):
+            return task
+        programs = {each.removeprefix(f"{name}: "): one for each, one in known.compiled.programs.items()}
+        return replace(task, compiled=replace(known.compiled, programs=programs))
+
+    def _given(self, batches: Any, denominator: float | Mapping[str, float] | None) -> list[Given]:
+        """What each engine is given: of one loss the mini-batch; of tasks those that have one, in the order of tasks.
+
+        Raises TaskBatchError, on all ranks or with BatchMismatchError on the others.
+        """
+        if self.options.tasks is None:
+            return [Given(self.engine, batches, denominator)]  # type: ignore[arg-type]
+        try:
+            found = batches_of(batches, self.tasks)
+            by_task = denominators_of(denominator, found, self.tasks)
+        except TaskBatchError as error:
+            heard_by_all(self.engine, str(error))
+            raise
+        rescaled = 1.0
+        if self.options.absent_tasks == "rescale":
+            rescaled = math.fsum(one.task.weight for one in self.tasks.values()) / math.fsum(
+                self.tasks[name].task.weight for name in found
+            )
+        return [
+            Given(self.tasks[name].engine, found[name], by_task.get(name), self.tasks[name].task.weight * rescaled)
+            for name in self.tasks
+            if name in found
+        ]
+
+    def plan(self, batches: Any) -> BatchPlan | dict[str, BatchPlan]:
+        """What `train_step` would run."""
+        if self.options.tasks is None:
+            return self.engine.plan(batches)
+        found = batches_of(batches, self.tasks)
+        return {name: one.engine.plan(found[name]) for name, one in self.tasks.items() if name in found}
+
+    def begin_plan(self, batches: Any) -> None:
+        """Make the plan of these in a thread, for the `train_step` that is given them; those of tasks are made in
+        their step.
+        """
+        if self.options.tasks is None:
+            self.engine.begin_plan(batches)
+
+    def train_step(
+        self, module: nn.Module, batches: Any, denominator: float | Mapping[str, float] | None = None
+    ) -> StepReport:
         """One mini-batch; buffers that the forward changes are written back to the module."""
         self.store.check_adopted(module, trained=True)
         self._warn_of_hooks(module)
         self._warn_of_changes()
         buffers = dict(module.named_buffers(remove_duplicate=False))
         before = dict(buffers)
-        report = self.engine.step(sequences, buffers, denominator)
+        report = step(self._given(batches, denominator), buffers)
+        for one in self.tasks.values():
+            one.engine.steps = report.step  # of tasks without a batch too
         if not report.skipped:
             with torch.no_grad():
                 for fqn, value in buffers.items():
                     if value is not before[fqn]:
                         before[fqn].copy_(value)
-        self._warn_of_labels(sequences)
-        self._warn_of_scale(report, denominator)
+        if self.options.tasks is None:
+            self._warn_of_labels(batches)
+            self._warn_of_scale(report, denominator)
         return report
 
     def _warn_of_labels(self, sequences: Sequence[Any]) -> None:
@@ -89,7 +182,7 @@ class Session:
             )
         self.labels_seen = True
 
-    def _warn_of_scale(self, report: StepReport, denominator: float | None) -> None:
+    def _warn_of_scale(self, report: StepReport, denominator: object) -> None:
         """Once, of a mean over all tokens where some of a mini-batch have no label: fxpar does not divide by these."""
         mean = self.evaluation.averaged
         if mean is None or mean.fewer is None or denominator is not None or self.scale_told:
@@ -136,12 +229,21 @@ class Session:
         with self.engine.watched("a plain call"):
             return self.calls.call(module, args, kwargs)
 
-    def evaluate(self, module: nn.Module, sequences: Sequence[Any], denominator: float | None = None) -> Evaluated:
-        """Mean loss and metrics of sequences without training on them."""
+    def evaluate(
+        self, module: nn.Module, batches: Any, denominator: float | Mapping[str, float] | None = None
+    ) -> Evaluated | dict[str, Evaluated]:
+        """Mean loss and metrics without training; of tasks those of each that has something."""
         self.store.check_adopted(module, trained=False)
         self._warn_of_changes()
         with self.engine.watched("evaluation"):
-            return self.evaluation.run(module, sequences, denominator)
+            if self.options.tasks is None:
+                return self.evaluation.run(module, batches, denominator)  # type: ignore[arg-type]
+            given = self._given(batches, denominator)
+            heard_by_all(self.engine, f"evaluate {[one.engine.task for one in given]}")
+            return {
+                one.engine.task: self.tasks[one.engine.task].evaluation.run(module, one.sequences, one.denominator)
+                for one in given
+            }
 
     def state(self) -> dict[str, Any]:
         scaler = self.engine.scaler
@@ -153,7 +255,8 @@ class Session:
     def load_state(self, state: Mapping[str, Any]) -> None:
         if not isinstance(state, Mapping) or "steps" not in state:
             raise ParallelizeError("load_engine_state was not given what engine_state() returned")
-        self.engine.steps = int(state["steps"])
+        for one in self.tasks.values():
+            one.engine.steps = int(state["steps"])
         self._take_replanned(state.get("replanned"))
         if self.engine.scaler is not None and "loss_scaler" in state:
             self.engine.scaler.load_state(state["loss_scaler"])
@@ -177,10 +280,5 @@ class Session:
 
     def watch_drift(self, share: float) -> Drift:
         """What is to be called after each step. Groups whose limits rise must do with the memory that there is."""
-        engine = self.engine
-        programs = [self.programs[name] for name in engine.names]
-
-        def needed(groups: Sequence[LengthGroup]) -> int:
-            return activation_bytes(programs, groups, engine.options.packed, engine.options.lengths)
-
+        engine, needed = self.engine, partial(self._activations, self.engine)
         return Drift(engine, share, lambda groups: needed(groups) <= needed(engine.opened))

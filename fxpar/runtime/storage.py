@@ -14,6 +14,7 @@ from fxpar.batching.borders import overlap_pays
 from fxpar.batching.lengths import LengthLimits
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import OrderError, nearest
+from fxpar.ir.graph import Input
 from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 from fxpar.memory import Conditions, predict_memory, steady_micro_batches
 from fxpar.passes.share_weights import share_weights
@@ -24,7 +25,7 @@ from fxpar.store import (
     choose_resident,
     home_layout,
     memory_report,
-    param_specs,
+    specs_of,
     wire_layout,
 )
 from fxpar.store.folder import Given, Read
@@ -44,14 +45,16 @@ def open_storage(
     options: ParallelizeOptions,
     activations: Callable[[], int],
     overlap: bool,
+    params: Sequence[Input],
     given: Given | None = None,
+    store: WeightStore | None = None,
 ) -> tuple[WeightStore, SwitchSchedule, MemoryReport, bool]:
     """Decide what stays in memory, allocate it, and take the parameters home; the last result is whether groups
     overlap (where they may: if there is room). `activations()` are their bytes; they are only asked for if there is a
-    budget, as predicting them takes about a tenth of the time of lowering. Values that are `given` are read by this
-    rank's slices.
+    budget, as predicting them takes about a tenth of the time of lowering. `params` are those of the model. Values that
+    are `given` are read by this rank's slices. A `store` that has the parameters already is laid out anew.
     """
-    specs = param_specs(next(iter(programs.values())))
+    specs = specs_of(programs.values(), params)
     home = home_layout(specs, world, options.home)
     wire = wire_layout(home, specs)
     layouts = {name: layout_of(program, name) for name, program in programs.items()}
@@ -85,9 +88,20 @@ def open_storage(
     else:
         kept, overlap = choose_resident(programs, report, seconds, options.memory_budget_bytes, overlap)
     memory = report(kept, overlap)
-    store = WeightStore(programs, home, share_weights(programs, rank, kept), rank=rank, device=device)
-    first = next(iter(programs.values()))
-    names = {i.fqn: (i.fqn, *i.aliases) for i in first.inputs if i.kind == "param"}
+    storage = share_weights(programs, rank, kept)
+    if store is not None:
+        store.lay_out(programs, storage)
+        return store, schedule_of(kept), memory, overlap
+    store = WeightStore(programs, home, storage, rank=rank, device=device)
+    _take_home(module, store, params, options, given)
+    return store, schedule_of(kept), memory, overlap
+
+
+def _take_home(
+    module: nn.Module, store: WeightStore, params: Sequence[Input], options: ParallelizeOptions, given: Given | None
+) -> None:
+    """Make the module's parameters those of the store, with their values or those that are made or given."""
+    names = {info.fqn: (info.fqn, *info.aliases) for info in params}
     on_meta = is_on_meta(module)
     valued = {fqn for fqn in names if module.get_parameter(fqn).device.type != "meta"}
     store.adopt(module, names)
@@ -96,7 +110,6 @@ def open_storage(
         materialize(module, store, names, options.initializer, options.meta_init == "whole", taken, valued)
     if given is not None:
         _read_home(given, module, store)
-    return store, schedule_of(kept), memory, overlap
 
 
 def _read_home(given: Given, module: nn.Module, store: WeightStore) -> None:

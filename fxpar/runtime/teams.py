@@ -1,4 +1,4 @@
-"""`BoundTeam`: this rank's one of several strategies side by side."""
+"""Programs side by side: `BoundTeam`, this rank's one of several strategies; `BoundElsewhere`, one of other ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpar.ir.pipeline_graph import TeamsGraph
+from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 from fxpar.runtime.arrivals import Arrivals
 from fxpar.runtime.bound import BoundGraph
 from fxpar.runtime.micro import MicroRun
@@ -48,17 +48,40 @@ class BoundTeam:
         return {**found, "loss": total.pop(""), "metrics": total}
 
     def run_forward(self, micro_batches: Sequence[MicroRun]) -> dict[str, Tensor]:
-        """As `BoundPipeline.run_forward`. A team without stages runs its backward, too, whose gradients nobody takes:
-        its graph is one.
-        """
-        if isinstance(self._bound, BoundPipeline):
-            return self._total(self._bound.run_forward(micro_batches))
-        self._bound.run_all(micro_batches)
-        found = self._bound.finish()
-        return self._total({"loss": found["loss"], **found["metrics"]})
+        """As `BoundPipeline.run_forward`."""
+        return self._total(self._bound.run_forward(micro_batches))
 
     def _total(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The sums over teams of what each has found; all ranks of a team have found the same."""
         sums = torch.stack([value.double() * self._tells for value in mine.values()])
         dist.all_reduce(sums, group=self._ranks)
         return {name: one.to(value.dtype) for (name, value), one in zip(mine.items(), sums, strict=True)}
+
+
+class BoundElsewhere:
+    """A program that other ranks run. This one only takes part in its switches and reductions."""
+
+    pace = None
+
+    def __init__(self, program: TrainGraph, rank: int) -> None:
+        self.program, self.rank = program, rank
+        self.replicas = range(program.strategy.replicas)
+
+    def prepare(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], arrivals: Arrivals | None = None
+    ) -> None:
+        """See `TrainRunner.prepare`."""
+
+    def run_all(self, micro_batches: Sequence[MicroRun], spans: Spans = NO_SPANS, made: Made = unheard) -> None:
+        """See `BoundGraph.run_all`."""
+        made({})
+
+    def finish(self) -> dict[str, Any]:
+        """Results as of `BoundGraph.finish`: this rank has none."""
+        sums = self.run_forward(())
+        return {"loss": sums.pop("loss"), "metrics": sums, "grads": {}, "buffers": {}}
+
+    def run_forward(self, micro_batches: Sequence[MicroRun]) -> dict[str, Tensor]:
+        """As `BoundPipeline.run_forward`: zeros."""
+        names = [out.fqn for out in self.program.outputs if out.kind == "loss"]
+        return dict(zip(names, torch.zeros(len(names)), strict=True))

@@ -58,6 +58,17 @@ def blocking(groups: int) -> MiniBatchSchedule:
     return MiniBatchSchedule(tuple(order), (), {})
 
 
+def in_waves(sizes: Sequence[int]) -> MiniBatchSchedule:
+    """Groups of a wave run at the same time, on ranks of their own: every rank takes part in the transfers of all, and
+    runs those that are its own. The weights of a wave come before it, its gradients leave behind it.
+    """
+    order, first = [], 0
+    for size in sizes:
+        wave = range(first, first := first + size)
+        order += [GroupAction(kind, group) for kind in ("switch", "run", "reduce") for group in wave]
+    return MiniBatchSchedule(tuple(order), (), {})
+
+
 def overlapped(overwrites: Sequence[bool]) -> MiniBatchSchedule:
     """The next group's weights come while a group runs, and its gradients leave while the next one runs.
 

@@ -29,8 +29,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.memory import MemoryPrediction, RankMemory, memory_over_time, steady_micro_batches
 from fxpar.passes.share_weights import ALIGN_BYTES
 from fxpar.schedule.mini_batch import Pace
-from fxpar.store.home import ParamSpec, home_layout
-from fxpar.store.weights import param_specs
+from fxpar.store.home import ParamSpec, home_layout, param_specs
 from fxpar.switch.layout import ParamLayout
 from fxpar.switch.node_first import cheapest_cost
 from fxpar.switch.terms import GradientPlacement, gradient_placements

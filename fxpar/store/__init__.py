@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxpar.store.home import ParamSpec, home_layout, param_specs, wire_layout
+from fxpar.store.home import ParamSpec, home_layout, param_specs, specs_of, wire_layout
 from fxpar.store.memory import MemoryReport, choose_resident, memory_report
 from fxpar.store.schedule import SwitchSchedule, check_order
 
@@ -15,5 +15,6 @@ __all__ = [
     "home_layout",
     "memory_report",
     "param_specs",
+    "specs_of",
     "wire_layout",
 ]

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fxpar.errors import HomeLayoutError, PlacementError
+from fxpar.errors import HomeLayoutError, ParamDtypeError, PlacementError
 from fxpar.errors.base import nearest_name
 from fxpar.ir.dist_config import AxisShard, DistConfig
 from fxpar.ir.exec_graph import Program
+from fxpar.ir.graph import Input
 from fxpar.ir.mesh import Mesh
 from fxpar.switch.layout import ParamLayout, PlacedParam
 
@@ -116,12 +117,28 @@ def param_specs(program: Program) -> list[ParamSpec]:
     ]
 
 
+def specs_of(programs: Iterable[Program], params: Iterable[Input] = ()) -> list[ParamSpec]:
+    """The parameters of programs of one model, of which each may have its own; then those of `params` that none has.
+
+    Raises ParamDtypeError for one that two programs compute with in different dtypes.
+    """
+    found: dict[str, ParamSpec] = {}
+    for program in programs:
+        for spec in param_specs(program):
+            if (known := found.setdefault(spec.fqn, spec)) != spec:
+                raise ParamDtypeError(spec.fqn, str(known.dtype), str(spec.dtype))
+    for info in params:
+        shape = tuple(int(size) for size in info.meta.shape)
+        found.setdefault(info.fqn, ParamSpec(info.fqn, shape, info.meta.dtype))
+    return list(found.values())
+
+
 def wire_layout(home: ParamLayout, specs: Iterable[ParamSpec]) -> ParamLayout:
     """The home layout in the dtypes that the graphs compute with: casting is the sender's part."""
     dtypes = {spec.fqn: spec.dtype for spec in specs}
     known: dict[tuple[int, torch.dtype], PlacedParam] = {}  # what lies alike shares its description here too
     params = {}
     for fqn, param in home.params.items():
-        key = (id(param), dtypes[fqn])
-        params[fqn] = known.setdefault(key, replace(param, dtype=dtypes[fqn]))
+        key = (id(param), dtypes.get(fqn, param.dtype))
+        params[fqn] = known.setdefault(key, replace(param, dtype=key[1]))
     return replace(home, params=params)

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fxpar.errors import ChangedParameterError, GradientHookError, ParallelizeError
 from fxpar.ir.exec_graph import Program
 from fxpar.passes.share_weights import ALIGN_BYTES, SharedStorage
-from fxpar.store.home import param_specs, wire_layout
+from fxpar.store.home import specs_of, wire_layout
 from fxpar.store.home_tensors import HomeMeshes, broadcast_replicated
 from fxpar.switch.layout import ParamLayout, layout_of
 from fxpar.torch_api.dtensors import local_of
@@ -57,27 +57,31 @@ class WeightStore:
         rank: int,
         device: torch.device,
     ) -> None:
-        self.home, self.storage, self.rank, self.device = home, storage, rank, device
-        first = next(iter(programs.values()))
-        self.specs = param_specs(first)
-        self.trained = {out.fqn for out in first.outputs if out.kind == "grad"}
-        self.wire = wire_layout(home, self.specs)
-        self.layouts = {name: layout_of(program, name) for name, program in programs.items()}
+        self.home, self.rank, self.device = home, rank, device
         _, self.home_tensors = self._views(list(home.params))
         self._grad_flat: list[Tensor] = []
         self.home_grads: dict[str, Tensor] = {}
-        self.home_gradients(f for f in home.params if f in self.trained)
-        flat = {key: _lazy_zeros(count, key[1], device) for key, count in storage.numel.items()}
-        # Zeros, as a graph counts on padding that is 0. Nothing writes to padding but another layout in the arena.
-        self._views_of = {
-            name: {fqn: view.of(flat) for fqn, view in views.items()} for name, views in storage.views.items()
-        }
-        self._arena_padding = {name: list(self._padding_in_arena(name)) for name in programs}
+        self.lay_out(programs, storage)
         self._meshes = HomeMeshes(device.type)
         self.params: dict[str, nn.Parameter] = {}
         self._adopted: dict[str, tuple[nn.Parameter, torch.dtype, bool]] = {}  # by every name, with what it was then
         self._steps = 0
         weakref.finalize(self, register_optimizer_step_post_hook(_counts_steps(weakref.ref(self))).remove)
+
+    def lay_out(self, programs: Mapping[str, Program], storage: SharedStorage) -> None:
+        """Make room for the weights of these programs, in the place of those before; what is at home stays."""
+        self.storage = storage
+        self.specs = specs_of(programs.values())
+        self.trained = {out.fqn for program in programs.values() for out in program.outputs if out.kind == "grad"}
+        self.wire = wire_layout(self.home, self.specs)
+        self.layouts = {name: layout_of(program, name) for name, program in programs.items()}
+        self.home_gradients(f for f in self.home.params if f in self.trained)
+        flat = {key: _lazy_zeros(count, key[1], self.device) for key, count in storage.numel.items()}
+        # Zeros, as a graph counts on padding that is 0. Nothing writes to padding but another layout in the arena.
+        self._views_of = {
+            name: {fqn: view.of(flat) for fqn, view in views.items()} for name, views in storage.views.items()
+        }
+        self._arena_padding = {name: list(self._padding_in_arena(name)) for name in programs}
 
     def _padding_in_arena(self, name: str) -> Iterator[Tensor]:
         """The parts of a strategy's pieces in the arena that hold no values."""

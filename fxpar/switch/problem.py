@@ -102,18 +102,19 @@ def alike_tensors(
     source: ParamLayout, target: ParamLayout, cluster: ClusterSpec, holders: Sequence[ParamLayout] = ()
 ) -> tuple[int, Alike]:
     """The number of ranks, and the tensors that lie alike in all of these layouts, together; `holders` are further
-    valid sources (copies of earlier graphs, the home shard).
+    valid sources (copies of earlier graphs, the home shard), which need not have all tensors.
 
     Raises LayoutError (layouts of different models), ClusterError (too few devices).
     """
     sources = (source, *holders)
     world = max(layout.world for layout in (*sources, target))
     cluster.require(world)
+    _check_has_all(source, target)
     for layout in sources:
-        _check_same_model(layout, target)
+        _check_same_tensors(layout, target)
     alike: dict[tuple, list[int]] = {}
     for number, (fqn, param) in enumerate(target.params.items()):
-        before = tuple(layout.params[fqn].copies for layout in sources)
+        before = tuple(layout.params[fqn].copies if fqn in layout.params else () for layout in sources)
         alike.setdefault((param.shape, param.dtype.itemsize, before, param.copies), []).append(number)
     return world, alike
 
@@ -144,11 +145,15 @@ def class_of_tensors(
     return TensorClass(np.array(members), shape, itemsize, grid.boxes, grid.numel * itemsize, holders, needers)
 
 
-def _check_same_model(layout: ParamLayout, target: ParamLayout) -> None:
-    for fqn, param in target.params.items():
-        other = layout.params.get(fqn)
-        if other is None:
+def _check_has_all(layout: ParamLayout, target: ParamLayout) -> None:
+    for fqn in target.params:
+        if fqn not in layout.params:
             raise LayoutError(layout.name, f"has no parameter {fqn!r} of {target.name!r}{nearest(fqn, layout.params)}")
+
+
+def _check_same_tensors(layout: ParamLayout, target: ParamLayout) -> None:
+    for fqn, param in target.params.items():
+        other = layout.params.get(fqn, param)
         if other.shape != param.shape or other.dtype != param.dtype:
             raise LayoutError(
                 layout.name,

@@ -27,6 +27,7 @@ def capture(
     *,
     dynamic: Dynamic = "auto",
     name: str | None = None,
+    tell_unused: bool = True,
 ) -> LogicalGraph:
     """Trace forward, loss and backward of `model` once, on tensors without data; nothing is allocated.
 
@@ -41,11 +42,13 @@ def capture(
     - `{key: {dim: name}}`: these. Dims of one name have one size.
     - None: none.
 
+    `tell_unused`: warn of parameters that the loss does not depend on.
+
     The model is left as it was, also after an error, and may lie on the meta device. Raises a subclass of
     `fxpar.errors.CaptureError` for whatever one graph cannot hold for all batches.
     """
     with torch.inference_mode(False), collector_paused():
-        return _capture(model, loss_fn, example_batch, dynamic, name or type(model).__name__)
+        return _capture(model, loss_fn, example_batch, dynamic, name or type(model).__name__, tell_unused)
 
 
 def _check_loss_function(loss_fn: object) -> None:
@@ -65,7 +68,7 @@ def _check_loss_function(loss_fn: object) -> None:
 
 
 def _capture(
-    model: nn.Module, loss_fn: LossFunction, example_batch: Batch, dynamic: Dynamic, name: str
+    model: nn.Module, loss_fn: LossFunction, example_batch: Batch, dynamic: Dynamic, name: str, tell_unused: bool
 ) -> LogicalGraph:
     started = time.process_time()
     if not isinstance(model, nn.Module):
@@ -90,7 +93,7 @@ def _capture(
     )
     raw = step.trace()
     tell_of_rows(step, batch, dims)
-    if raw.unused:
+    if raw.unused and tell_unused:
         warn(f"the loss does not depend on {', '.join(raw.unused)}: no gradient, as in autograd")
     fields = canonical_graph(raw, world, dims, started)
     return LogicalGraph(**fields, name=name, averaged=step.averaged, own_backward=step.own_backward)

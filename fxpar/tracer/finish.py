@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx
 
-from fxpar.ir.graph import TOKEN_NUMBERS, Input, Output
+from fxpar.ir.graph import TOKEN_NUMBERS, Input, LogicalGraph, Output
 from fxpar.ir.node_meta import tensor_of
 from fxpar.torch_api.symbolic import FakeWorld
 from fxpar.tracer.canonical import Canonical
@@ -28,6 +29,21 @@ def _without_numbers(gm: fx.GraphModule, inputs: tuple[Input, ...]) -> tuple[Inp
             kept.append(info)
     gm.recompile()
     return tuple(kept)
+
+
+def without_unread(logical: LogicalGraph) -> LogicalGraph:
+    """A graph without the parameters that nothing in it reads: where several graphs of one model each have their own
+    part of it. The given graph is left as it is.
+    """
+    graph, copied = fx.Graph(), {}
+    graph.output(graph.graph_copy(logical.gm.graph, copied))
+    kept = []
+    for node, info in zip(logical.placeholders, logical.inputs, strict=True):
+        if info.kind == "param" and not node.users:
+            graph.erase_node(copied[node])
+        else:
+            kept.append(info)
+    return replace(logical, gm=fx.GraphModule(logical.gm, graph), inputs=tuple(kept))
 
 
 def _lift_constants(gm: fx.GraphModule, inputs: tuple[Input, ...]) -> tuple[tuple[Input, ...], dict[str, Tensor]]:

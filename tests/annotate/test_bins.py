@@ -22,6 +22,7 @@ from fxpar.rules.own_ops import attention_by_tokens
 from fxpar.rules.table import own
 from fxpar.runtime.decided import decide
 from fxpar.runtime.options import ParallelizeOptions
+from fxpar.runtime.task import Task
 from fxpar.tracer import capture
 from tests.captured import llama
 from tests.runtime.hot import make_llama
@@ -154,4 +155,4 @@ def test_sequences_that_run_alone_fill_one_bin(monkeypatch):
     monkeypatch.setattr("fxpar.runtime.decided.dist.get_world_size", lambda: 2)
     options = ParallelizeOptions(strategies={64: "rows2"}, packed=False)
     with pytest.raises(BinsError, match="packed=False runs each sequence alone"):
-        decide(make_llama(), {64: "rows2"}, packed_lm_loss, None, options)
+        decide(make_llama(), "", Task(packed_lm_loss, strategies={64: "rows2"}), options)

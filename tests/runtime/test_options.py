@@ -26,6 +26,7 @@ from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.decided import Decided, _alone, with_multiples
 from fxpar.runtime.options import CompiledModel, ParallelizeOptions, capture_step, compile_strategies
 from fxpar.runtime.session import Session
+from fxpar.runtime.task import Task
 
 TWO = {64: "dp2", 512: "tp2"}
 BAD = [
@@ -100,7 +101,8 @@ def test_a_model_without_tokens_is_told_that_no_step_takes_it():
         nn.Linear(5, 3), lambda model, batch: losses.cross_entropy_sum(model(batch["x"]), batch["labels"]), batch
     )
     compiled = CompiledModel(logical, {}, unpacked="it has no dim of tokens")
-    said = _alone(Decided(compiled, (), [], torch.device("cpu"), usual_cluster(2), None, False, None))
+    task, cluster = Task(losses.causal_lm), usual_cluster(2)
+    said = _alone(Decided("", task, compiled, (), [], torch.device("cpu"), cluster, None, False, None))
     assert said.startswith("its batch is x, labels, without 'input_ids', ")
     assert said.endswith("by plain calls, model(x)")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fxpar.errors import ScheduleDeadlockError
 from fxpar.schedule import KINDS, Action, Costs, schedule
 from fxpar.schedule.lanes import run_lanes
-from fxpar.schedule.mini_batch import Flow, GroupAction, blocking, overlapped, pace_of, simulate_mini_batch
+from fxpar.schedule.mini_batch import Flow, GroupAction, blocking, in_waves, overlapped, pace_of, simulate_mini_batch
 
 overwriting = st.lists(st.booleans(), min_size=1, max_size=6)
 
@@ -44,6 +44,15 @@ def test_any_durations_keep_the_order(overwrites, data):
     moving = sum(seconds[action] for action in plan.actions if action.kind != "run")
     assert found.makespan_s <= simulate_mini_batch(blocking(len(overwrites)), seconds).makespan_s + 1e-9
     assert -1e-9 <= found.exposed_s <= moving + 1e-9
+
+
+def test_weights_of_a_wave_come_before_it_and_gradients_leave_behind_it():
+    plan = in_waves([2, 1])
+    assert [str(action) for action in plan.compute] == [
+        *("switch 0", "switch 1", "run 0", "run 1", "reduce 0", "reduce 1"),
+        *("switch 2", "run 2", "reduce 2"),
+    ]
+    assert not plan.transfer
 
 
 def test_a_run_waits_for_what_comes_before_its_switch():

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from fxpar.errors import HomeLayoutError
+from fxpar.errors import HomeLayoutError, ParamDtypeError
 from fxpar.ir.dist_config import AxisShard, DistConfig
+from fxpar.ir.graph import Input, TensorMeta
 from fxpar.ir.mesh import Mesh
-from fxpar.store import ParamSpec, home_layout
+from fxpar.store import ParamSpec, home_layout, specs_of
 from fxpar.switch import PlacedParam
 
 GRID = Mesh((("a", 2), ("b", 2)))
@@ -32,6 +37,19 @@ def test_dim_0_is_cut_over_all_ranks_and_masters_are_at_least_fp32():
     assert [_real(home.params["embed.weight"], rank) for rank in range(4)] == [(3, 4), (3, 4), (3, 4), (1, 4)]
     assert [_real(home.params["steps"], rank) for rank in range(4)] == [(1,), (1,), (1,), (0,)]
     assert [_real(home.params["temperature"], rank) for rank in range(4)] == [()] * 4
+
+
+def test_programs_have_their_own_parameters_and_one_dtype_of_each():
+    def program(*specs: ParamSpec) -> Any:
+        infos = [Input("param", spec.fqn, TensorMeta(spec.shape, spec.dtype)) for spec in specs]
+        return SimpleNamespace(params=lambda: [(info, SimpleNamespace(meta=info.meta)) for info in infos])
+
+    text, image = program(SPECS[0], SPECS[1]), program(SPECS[2], SPECS[0])
+    others = [Input("param", spec.fqn, TensorMeta(spec.shape, spec.dtype)) for spec in SPECS[:4]]
+    assert specs_of([text, image], others) == [SPECS[0], SPECS[1], SPECS[2], SPECS[3]]
+    wide = program(replace(SPECS[0], dtype=torch.float32))
+    with pytest.raises(ParamDtypeError, match=r"computes with embed.weight in torch.bfloat16, another one in torch.fl"):
+        specs_of([text, wide])
 
 
 def test_pieces_are_those_of_dtensor():

@@ -148,6 +148,16 @@ def test_relay_is_even_over_tensors_of_different_classes():
     assert sent.max() - sent.min() <= 2 * plan.transfers["nbytes"].max()
 
 
+def test_a_further_holder_need_not_have_all_tensors():
+    """As of another task, with its own part of the model."""
+    a, b = simple_layout("a", "tp8@0", tensors=3), simple_layout("b", "dp8", tensors=3)
+    some = ParamLayout("some", 8, {"layers.1.weight": b.params["layers.1.weight"]})
+    plan = plan_switch(a, b, FOUR_BY_TWO, extra_holders=[some])
+    plan.verify()
+    moved = {plan.problem.tensors[number] for number in plan.transfers["tensor"]}
+    assert moved == {"layers.0.weight", "layers.2.weight"}
+
+
 def test_bad_input():
     a, b = simple_layout("a", "tp8@0"), simple_layout("b", "dp8")
     with pytest.raises(PlannerError, match="did you mean 'relay'"):

@@ -1,0 +1,214 @@
+"""What a mini-batch consists of: sequences of tokens, or whole batches like the one that was captured."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import sympy
+import torch
+from torch import Tensor
+
+from fxpar.batching import GroupPlan, MicroBatch
+from fxpar.batching.collate import (
+    ALIASES,
+    check_keys,
+    check_present,
+    check_sequences,
+    collate,
+    documents_of,
+    valid_tokens,
+)
+from fxpar.batching.ids import IdLimit, check_ids
+from fxpar.errors import BatchIdError, MiniBatchError, NoValidTokenError, WholeBatchError, a_type, nearest
+from fxpar.ir.exec_graph import Program
+from fxpar.ir.graph import TOKENS, LogicalGraph, TensorMeta, dim_symbol
+from fxpar.losses import IGNORE_INDEX
+from fxpar.runtime.micro import as_one_sequence, row_of, sequence_length
+from fxpar.runtime.padding import pad
+
+Sequence_ = Tensor | Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Reading(ABC):
+    """How the items of a mini-batch become what a program takes. `keys` are what the captured step reads of a batch,
+    `id_limits` says which numbers index which tables. Errors name the item, and are the same on all ranks.
+    """
+
+    keys: Mapping[str, TensorMeta] = field(default_factory=dict)
+    id_limits: Mapping[str, IdLimit] = field(default_factory=dict)
+
+    @property
+    @abstractmethod
+    def length_dim(self) -> str:
+        """The dynamic dim that a length is of; empty if there is none."""
+
+    @abstractmethod
+    def check(self, items: Sequence[Sequence_]) -> None:
+        """Raise what is wrong with any of them."""
+
+    @abstractmethod
+    def check_present(self, items: Sequence[Sequence_], keys: Collection[str]) -> None:
+        """Raise an error for the first item that lacks one of these keys."""
+
+    @abstractmethod
+    def apart(self, items: Sequence[Sequence_]) -> list[Sequence_]:
+        """The documents of which they consist, each as an item."""
+
+    @abstractmethod
+    def length(self, item: Sequence_) -> int:
+        """What limits of strategies are about."""
+
+    @abstractmethod
+    def valid(self, items: Sequence[Sequence_]) -> int:
+        """What the summed loss of all of them is divided by."""
+
+    @abstractmethod
+    def row(self, program: Program, items: Sequence[Sequence_], micro: MicroBatch) -> dict[str, Tensor]:
+        """The batch of a micro-batch, padded as the program needs it."""
+
+    @abstractmethod
+    def unpadded(self, items: Sequence[Sequence_], micro: MicroBatch, keys: Collection[str]) -> dict[str, Tensor]:
+        """The batch of a micro-batch as the user's loss function takes it."""
+
+    def lengths(self, items: Sequence[Sequence_]) -> tuple[int, ...]:
+        """Of each."""
+        return tuple(map(self.length, items))
+
+    def shortest(self, items: Sequence[Sequence_], group: GroupPlan) -> MicroBatch:
+        """The least that a group can run."""
+        length, index = min((self.length(items[i]), i) for i in group.sequences)
+        return MicroBatch((index,), length)
+
+
+class TokenRows(Reading):
+    """Sequences of tokens, of which a row has one or several (`fxpar.batching.collate`)."""
+
+    length_dim = TOKENS
+
+    def check(self, items: Sequence[Sequence_]) -> None:
+        check_sequences(items)
+        check_keys(items, self.keys)
+        check_ids(items, self.id_limits)
+
+    def check_present(self, items: Sequence[Sequence_], keys: Collection[str]) -> None:
+        check_present(items, keys)
+
+    def apart(self, items: Sequence[Sequence_]) -> list[Sequence_]:
+        return [part for one in items for part in documents_of(one)]
+
+    def length(self, item: Sequence_) -> int:
+        return sequence_length(item)
+
+    def valid(self, items: Sequence[Sequence_]) -> int:
+        return valid_tokens(items)
+
+    def row(self, program: Program, items: Sequence[Sequence_], micro: MicroBatch) -> dict[str, Tensor]:
+        return row_of(program, items, micro)
+
+    def unpadded(self, items: Sequence[Sequence_], micro: MicroBatch, keys: Collection[str]) -> dict[str, Tensor]:
+        return collate(items, micro, keys)
+
+
+class WholeBatches(Reading):
+    """Batches as they were captured, images or pairs or text with images, each of which runs alone. Its length is that
+    of its dynamic dim (tokens, if it has any, else rows); it counts as many as it has labels other than -100, or rows.
+    """
+
+    def check(self, items: Sequence[Sequence_]) -> None:
+        if not isinstance(items, list | tuple):
+            raise MiniBatchError(items)
+        for index, item in enumerate(items):
+            self._check(index, item)
+        for key, limit in self.id_limits.items():
+            for item in items:
+                values = item[key]  # type: ignore[index,call-overload]
+                bad = values[limit.outside(values)]
+                if bad.numel():
+                    raise BatchIdError(key, int(bad.reshape(-1)[0]), limit.rows, limit.table)
+
+    def _check(self, index: int, item: Sequence_) -> None:
+        if not isinstance(item, Mapping):
+            raise WholeBatchError(index, f"is {a_type(item)}; give a mapping with {', '.join(self.keys)}")
+        self.check_present([item], self.keys, index)
+        sizes: dict[object, tuple[int, str]] = {}
+        for key, value in item.items():
+            meta = self.keys.get(key)
+            if meta is None:
+                raise WholeBatchError(index, f"has {key!r}, which the step does not read{nearest(key, self.keys)}")
+            if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
+                raise WholeBatchError(index, f"has {key!r} as {a_type(value)}; give a dense tensor with values")
+            if value.dtype != meta.dtype and not torch.can_cast(value.dtype, meta.dtype):
+                raise WholeBatchError(index, f"has {key!r} of {value.dtype}; the captured step reads {meta.dtype}")
+            wanted = ", ".join(map(str, meta.shape))
+            if value.dim() != len(meta.shape) or any(
+                sizes.setdefault(size, (have, key))[0] != have if not isinstance(size, int) else size != have
+                for size, have in zip(meta.shape, value.shape, strict=True)
+            ):
+                why = f"has {key!r} of shape {list(value.shape)}; the captured step reads [{wanted}]"
+                raise WholeBatchError(index, f"{why}, where one letter is one size in all of its tensors")
+
+    def check_present(self, items: Sequence[Sequence_], keys: Collection[str], first: int = 0) -> None:
+        for index, item in enumerate(items, first):
+            for key in keys:
+                if key not in item:
+                    raise WholeBatchError(index, f"has no {key!r}, which the step reads; it has {', '.join(item)}")  # type: ignore[arg-type]
+
+    def apart(self, items: Sequence[Sequence_]) -> list[Sequence_]:
+        return list(items)
+
+    @cached_property
+    def _length_at(self) -> tuple[str, str, int] | None:
+        """The dynamic dim that is the length, and a key and its dim that have it; None if all sizes are fixed."""
+        dynamic = [
+            (str(size), key, d)
+            for key, meta in self.keys.items()
+            for d, size in enumerate(meta.shape)
+            if isinstance(size, sympy.Symbol)
+        ]
+        return min(dynamic, key=lambda one: one[0] != TOKENS) if dynamic else None
+
+    @property
+    def length_dim(self) -> str:
+        return self._length_at[0] if self._length_at else ""
+
+    def length(self, item: Sequence_) -> int:
+        if self._length_at is None:
+            return 1
+        _, key, d = self._length_at
+        return item[key].shape[d]  # type: ignore[index,call-overload]
+
+    def valid(self, items: Sequence[Sequence_]) -> int:
+        count = sum(_rows(item) if "labels" not in self.keys else _labels(item) for item in items)  # type: ignore[arg-type]
+        if items and not count:
+            raise NoValidTokenError(len(items))
+        return count
+
+    def row(self, program: Program, items: Sequence[Sequence_], micro: MicroBatch) -> dict[str, Tensor]:
+        (index,) = micro.sequences
+        return pad(program, as_one_sequence(program.inputs, items[index], index))  # type: ignore[arg-type]
+
+    def unpadded(self, items: Sequence[Sequence_], micro: MicroBatch, keys: Collection[str]) -> dict[str, Tensor]:
+        (index,) = micro.sequences
+        return {key: items[index][key] for key in keys}  # type: ignore[index,call-overload]
+
+
+def _labels(item: Mapping[str, Tensor]) -> int:
+    return int((item["labels"] != IGNORE_INDEX).sum())
+
+
+def _rows(item: Mapping[str, Tensor]) -> int:
+    return next((value.shape[0] for value in item.values() if value.dim()), 1)
+
+
+def is_row_of_tokens(logical: LogicalGraph) -> bool:
+    """Whether what a step takes is one row of tokens, and nothing that has no part for each token: a row of which
+    `train_step` makes others.
+    """
+    token = dim_symbol(TOKENS)
+    shapes = {info.fqn: info.meta.shape for info in logical.inputs if info.kind == "batch"}
+    ids = any(ALIASES.get(key, key) == "input_ids" for key in shapes)
+    return ids and all(shape[:2] == (1, token) or shape[:1] == (token,) for shape in shapes.values())

@@ -1,0 +1,61 @@
+"""What a mini-batch of whole batches is: its lengths, and what it counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fxpar.batching import MicroBatch
+from fxpar.errors import NoValidTokenError, WholeBatchError
+from fxpar.ir.graph import TensorMeta, dim_symbol
+from fxpar.runtime.reading import WholeBatches
+
+ROWS, TOKENS = dim_symbol("B"), dim_symbol("T")
+IMAGES = TensorMeta((ROWS, 3), torch.float32)
+WORDS = TensorMeta((ROWS, TOKENS), torch.int64)
+
+
+def pair(rows: int, tokens: int) -> dict[str, torch.Tensor]:
+    return {"pixels": torch.zeros(rows, 3), "target": torch.ones(rows, tokens, dtype=torch.int64)}
+
+
+def test_the_length_is_that_of_tokens_or_else_of_rows():
+    items = [pair(2, 5), pair(4, 3)]
+    assert WholeBatches({"pixels": IMAGES, "target": WORDS}).lengths(items) == (5, 3)
+    assert WholeBatches({"pixels": IMAGES}).lengths(items) == (2, 4)
+    fixed = WholeBatches({"pixels": TensorMeta((4, 3), torch.float32)})
+    assert (fixed.lengths(items[1:]), fixed.length_dim) == ((1,), "")
+
+
+def test_labels_count_or_else_rows():
+    """Only what is called labels is: `target` may be what a decoder reads."""
+    keys = {"pixels": IMAGES, "target": WORDS}
+    assert WholeBatches(keys).valid([pair(2, 5), pair(4, 3)]) == 6
+    labelled = [{**pair(2, 3), "labels": torch.tensor([[1, -100, 2], [-100, -100, 3]])}]
+    assert WholeBatches({**keys, "labels": WORDS}).valid(labelled) == 3
+    with pytest.raises(NoValidTokenError):
+        WholeBatches({"labels": WORDS}).valid([{"labels": torch.full((2, 3), -100)}])
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"pixels": torch.zeros(3, 3)}, r"has 'target' of shape \[2, 5\]; the captured step reads \[B, T\]"),
+        ({"pixels": torch.zeros(2, 4)}, r"has 'pixels' of shape \[2, 4\]; the captured step reads \[B, 3\]"),
+        ({"target": torch.ones(2, 5)}, "has 'target' of torch.float32; the captured step reads torch.int64"),
+        ({"target": [1, 2]}, "has 'target' as a list"),
+        ({"mask": torch.ones(2)}, "has 'mask', which the step does not read"),
+    ],
+)
+def test_a_batch_is_like_the_example(changed, why):
+    reading = WholeBatches({"pixels": IMAGES, "target": WORDS})
+    reading.check([pair(2, 5), pair(4, 3)])
+    with pytest.raises(WholeBatchError, match=f"batch 1 of the mini-batch {why}"):
+        reading.check([pair(4, 3), {**pair(2, 5), **changed}])
+
+
+def test_the_loss_function_takes_a_batch_as_it_is():
+    items = [pair(2, 5), pair(4, 3)]
+    found = WholeBatches({"pixels": IMAGES}).unpadded(items, MicroBatch((1,), 3), ["pixels"])
+    assert list(found) == ["pixels"]
+    assert found["pixels"] is items[1]["pixels"]
