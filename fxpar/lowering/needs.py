@@ -94,7 +94,7 @@ RINGS = Need(
 EXCHANGED = Need(
     "tokens at their experts",
     "some products by expert are of a rank's own tokens, and ep cuts their experts",
-    lambda graph: not any(experts_axis(node, graph.strategy) for node in _calls(graph)),
+    lambda graph, nodes: not any(experts_axis(node, graph.strategy) for node in _calls(nodes)),
     "exchange_tokens",
 )
 LOWERED = Need(
