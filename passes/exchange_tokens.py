@@ -147,9 +147,8 @@ class _Exchange:
         stay: set[fx.Node] = set()
         while True:
             found = self._walk(stay)
-            leaves: set[Any] = {
-                n for n, kind in found.items() if kind == "junk" and any(u not in found for u in n.users)
-            }
+            junk = (n for n, kind in found.items() if kind == "junk")
+            leaves: set[Any] = {n for n in junk if any(u not in found for u in n.users)}
             leaves = {n.args[0] if n.target is operator.getitem else n for n in leaves}  # all results of an op
             leaves = leaves or self._too_far(found)
             if not leaves:

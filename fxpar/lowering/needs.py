@@ -107,7 +107,6 @@ UNSORTED = Need(
     "sort_rows has run",
     _none(lambda node: node.target is torch.ops.fxpar.route_rows.default),
 )
-)
 LOWERED = Need(
     "collectives that are calls of process groups",
     "some are not yet",
