@@ -127,7 +127,7 @@ class Engine:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Those that run its programs."""
-        return next(iter(self.bound.values())).program.mesh.ranks
+        return self.gradients.programs[self.names[0]].mesh.ranks  # of all teams, where a bound program is one of them
 
     @property
     def border_factor(self) -> float:

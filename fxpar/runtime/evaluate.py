@@ -143,11 +143,11 @@ class Evaluation:
         engine.switching.to(name, ())
         bound.prepare(engine.switching.store.compute(name), dict(module.named_buffers(remove_duplicate=False)))
         sums = bound.run_forward(runs)
-        return {each: float(value) if bound.rank == program.mesh.ranks[0] else 0.0 for each, value in sums.items()}
+        return {each: float(value) if bound.rank == engine.ranks[0] else 0.0 for each, value in sums.items()}
 
     def _bind(self, module: nn.Module, name: str) -> Bound:
         """The model in evaluation mode, with the weights where training has them."""
-        strategy = self.engine.bound[name].program.strategy
+        strategy = self.engine.gradients.programs[name].strategy
         with muted_warnings():  # all of them have come from training
             self._logical = self._logical or self.capture(module)
             program = lower(self._logical, strategy, for_store=True)

@@ -141,10 +141,11 @@ def _in_waves(
 
 def _hear_of_others(batch: MiniBatch, bound: Mapping[str, Bound], engine: Engine) -> None:
     """Losses and metrics of groups that only some ranks run, on all ranks: from the first rank of each."""
-    partly = [i for i, one in enumerate(batch.groups) if bound[one.name].program.mesh.size < engine.switching.world]
+    ranks = [engine.gradients.programs[one.name].mesh.ranks for one in batch.groups]
+    partly = [i for i, mine in enumerate(ranks) if len(mine) < engine.switching.world]
     if not partly:
         return
-    tells = [bound[batch.groups[i].name].program.mesh.ranks[0] == bound[batch.groups[i].name].rank for i in partly]
+    tells = [ranks[i][0] == bound[batch.groups[i].name].rank for i in partly]
     mine = [
         value * told
         for i, told in zip(partly, tells, strict=True)
