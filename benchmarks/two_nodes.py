@@ -3,7 +3,7 @@ of gradients through the sums of each node against a direct one.
 
     sudo OMP_NUM_THREADS=1 python benchmarks/two_nodes.py [--mib 32] [--runs 3] [--json OUT]
     sudo OMP_NUM_THREADS=1 python benchmarks/two_nodes.py --comm-share 0.5 [--paced] [--only dp4] [--steps 8]
-    sudo OMP_NUM_THREADS=1 python benchmarks/two_nodes.py --comm-share 0.5 --plan commoncrawl [--paced] [--steps 8]
+    sudo OMP_NUM_THREADS=1 python benchmarks/two_nodes.py --comm-share 0.5 --plan rounds [--paced] [--steps 8]
 
 Two network namespaces are joined by a pair of virtual links, each held to 200 Mbit/s by `tc tbf`; two gloo ranks run
 in each. The switch spreads weights that all four ranks share (tp4) to every rank (dp4); the reduction adds up the
@@ -254,7 +254,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--only", metavar="STRATEGY", help="whole steps under one strategy instead of three")
     parser.add_argument(
-        "--plan", choices=("commoncrawl", "github"), help="a plan for these lengths, against one strategy"
+        "--plan", choices=("commoncrawl", "github", "rounds"), help="a plan for these lengths, against one strategy"
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plans", help=argparse.SUPPRESS)

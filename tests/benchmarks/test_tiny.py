@@ -73,11 +73,12 @@ def test_the_borders_of_steps_on_two_nodes(script, capsys, paced):
     assert 0 < found["exposed"] < found["overlapped"]
 
 
-def test_a_plan_against_one_strategy_on_two_nodes(script, capsys):
+@pytest.mark.parametrize("lengths", ["github", pytest.param("rounds", marks=pytest.mark.nightly)])
+def test_a_plan_against_one_strategy_on_two_nodes(script, capsys, lengths):
     module = script("plan_nodes")
-    plans = module.choose("github", 1e3, tiny=True, samples=2)
-    found = run_forked(4, lambda _: module.measure(plans, "github", 1e3, 1, True, tiny=True))[0]
-    module.show(found, plans, "github", 1e3)
+    plans = module.choose(lengths, 1e3, tiny=True, samples=2)
+    found = run_forked(4, lambda _: module.measure(plans, lengths, 1e3, 1, True, tiny=True))[0]
+    module.show(found, plans, lengths, 1e3)
     assert "planned set" in capsys.readouterr().out
     assert set(found) == set(plans)
     # Paced groups wait for what is predicted.
