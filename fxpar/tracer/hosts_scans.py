@@ -3,13 +3,14 @@
 transformers has one function for each kind of scan, by whose name it looks for a kernel; without one it runs a loop in
 Python over tokens or chunks, which no graph holds for all lengths. The names and arguments are those of the packages
 that have the kernels (causal-conv1d, mamba-ssm, flash-linear-attention). A call with a state from before, or that wants
-the one behind, is left to transformers.
+the one behind, is left to transformers. How the work is cut (`chunk_size`, `use_mambapy`) changes no numbers.
 
 Computed in fp32 at least, as there; numbers of fp64 stay in fp64, where transformers rounds them to fp32.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -39,26 +40,26 @@ def scans_as_ops(model: nn.Module) -> Iterator[None]:
 
 
 def _in_place_of(theirs: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` for calls that give it nothing it does not know; others stay theirs, which drops what it ignores."""
+    known, ours = inspect.signature(theirs).parameters, inspect.signature(function).parameters
+    places = sum(one.kind is one.POSITIONAL_OR_KEYWORD for one in ours.values())
 
     def call(*args: Any, **kwargs: Any) -> Any:
         context = current()
-        if any(kwargs.get(key) is not None for key in _STATES) or any(kwargs.get(key) for key in _WANTED):
-            return theirs(*args, **kwargs)
         for key in _BOUNDS:
             if context is not None and kwargs.get(key) is not None:
                 raise context.unsupported(
                     f"a scan that is told bounds of documents ({key})",
                     "Leave them out of the batch: fxpar packs documents itself.",
                 )
-        return function(*args, **{key: value for key, value in kwargs.items() if key not in _BOUNDS})
+        given = {k: v for k, v in kwargs.items() if k in known and v is not None and v is not False}
+        if len(args) > places or not set(given) <= set(ours):
+            return theirs(*args, **kwargs)
+        return function(*args, **given)
 
     return call
 
 
-_STATES, _WANTED = (
-    ("initial_state", "initial_states"),
-    ("output_final_state", "return_last_state", "return_final_states"),
-)
 _BOUNDS = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
 
 
@@ -67,7 +68,7 @@ def _wide(*values: Tensor) -> list[Tensor]:
 
 
 def causal_conv(
-    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
     """hidden_states [B, C, T], weight [C, W]."""
     out = own.causal_conv(hidden_states.to(weight.dtype), weight, bias, None)
@@ -84,9 +85,9 @@ def delta_rule(
     value: Tensor,
     g: Tensor,
     beta: Tensor,
-    *_: Any,
+    chunk_size: int = 64,
+    *,
     use_qk_l2norm_in_kernel: bool = False,
-    **__: Any,
 ) -> tuple[Tensor, None]:
     """query, key [B, T, Hk, K], value [B, T, H, V], beta [B, T, H], g [B, T, H], of Kimi's [B, T, H, K]."""
     q, k, v, decay, beta = _wide(query, key, value, g, beta)
@@ -106,7 +107,9 @@ def selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
-    **_: Any,
+    *,
+    use_mambapy: bool = False,
+    use_associative_scan: bool = False,
 ) -> Tensor:
     """hidden_states, dt, z [B, D, T], A [D, N], B, C [B, N, T], D [D]."""
     dt = _step(dt, None if delta_bias is None else delta_bias[:, None], delta_softplus)
@@ -126,20 +129,18 @@ def chunk_scan(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    *_: Any,
+    chunk_size: int,
+    *,
     D: Tensor | None = None,
-    z: Tensor | None = None,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
-    **__: Any,
 ) -> Tensor:
     """hidden_states [B, T, H, P], dt [B, T, H], A, D [H], B, C [B, T, G, N]."""
     dt = _step(dt, dt_bias, dt_softplus).clamp(dt_limit[0], dt_limit[1])
     x, step, rates, keys, queries = _wide(hidden_states, dt, A, B, C)
     out = own.recurrence(queries, keys, x, (rates * step)[..., None], step, None, False)
-    out = out if D is None else out + D[:, None] * x
-    return out if z is None else out * F.silu(z)
+    return out if D is None else out + D[:, None] * x
 
 
 def _step(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
