@@ -91,27 +91,32 @@ class _Sorting:
     # ------------------------------------------------------------------------------------------------- calls
     def products(self, node: fx.Node) -> None:
         """expert_mm(x, weight, ids)."""
-        x, weight, ids = node.args
-        route = self._route(node, ids, local_tensor(weight).shape[0])
+        args: Any = node.args
+        x, weight, ids = args
+        experts: Any = local_tensor(weight).shape[0]
+        route = self._route(node, ids, experts)
         self._make(node, route, own.grouped_mm.default, (self._by_expert(x, route), weight, route.counts))
 
     def gradient(self, node: fx.Node) -> None:
         """expert_mm_backward(grad, x, ids, experts)."""
-        grad, x, ids, experts = node.args
+        given: Any = node.args
+        grad, x, ids, experts = given
         route = self._route(node, ids, experts)
         args = (self._by_expert(grad, route), self._by_expert(x, route), route.counts)
         self._replace(node, own.grouped_mm_backward.default, args)
 
     def weigh(self, node: fx.Node) -> None:
         """weighted_sum(rows, weights)."""
-        rows, weights = node.args
+        args: Any = node.args
+        rows, weights = args
         if rows in self.rows:
             route, rows = self.rows[rows]
             self._replace(node, own.combine.default, (rows, weights, route.order, route.slots))
 
     def weigh_backward(self, node: fx.Node) -> None:
         """weighted_sum_backward(grad, rows, weights) -> (drows, dweights)."""
-        grad, rows, weights = node.args
+        given: Any = node.args
+        grad, rows, weights = given
         if rows not in self.rows:
             return
         route, rows = self.rows[rows]
@@ -127,7 +132,8 @@ class _Sorting:
 
     def total(self, node: fx.Node) -> None:
         """sum(rows, [1], keepdim): what tokens get back from their rows."""
-        rows, dims, *rest = node.args
+        given: Any = node.args
+        rows, dims, *rest = given
         if rows not in self.rows or list(dims) not in ([1], [-2]) or node.kwargs:
             return
         route, rows = self.rows[rows]
@@ -141,7 +147,7 @@ class _Sorting:
     def last_dim(self, node: fx.Node) -> None:
         """split(x, size, 2), slice(x, 2, start, end): calls that name a dim, which is the last."""
         at = _DIM_AT[node.target]
-        x = node.args[0]
+        x: Any = node.args[0]
         tensors = x if isinstance(x, list | tuple) else [x]
         route = self._common(tensors)
         dim = node.args[at] if len(node.args) > at else 0
@@ -154,7 +160,8 @@ class _Sorting:
 
     def part_backward(self, node: fx.Node) -> None:
         """slice_backward(grad, sizes, 2, start, end, step)."""
-        grad, sizes, dim, *rest = node.args
+        given: Any = node.args
+        grad, sizes, dim, *rest = given
         route = self._common([grad])
         if route is None or dim not in (2, -1):
             return
@@ -191,11 +198,13 @@ class _Sorting:
     def _route(self, node: fx.Node, ids: fx.Node, experts: int) -> _Route:
         key = ids, experts
         if key not in self.routes:
-            tokens, slots = local_tensor(ids).shape
+            shape: Any = local_tensor(ids).shape
+            tokens, slots = shape
             order, counts = TensorMeta((tokens * slots,), torch.int64), TensorMeta((experts,), torch.int64)
             made = self._call(node, own.route_rows.default, key, (order, counts))
-            items = [self._call(node, operator.getitem, (made, i), m) for i, m in enumerate((order, counts))]
-            self.routes[key] = _Route(*items, tokens, slots)
+            first = self._call(node, operator.getitem, (made, 0), order)
+            second = self._call(node, operator.getitem, (made, 1), counts)
+            self.routes[key] = _Route(first, second, tokens, slots)
         return self.routes[key]
 
     def _common(self, values: Any) -> _Route | None:
@@ -261,7 +270,7 @@ def _repeated(value: fx.Node) -> fx.Node | None:
     return once.args[0]
 
 
-_DIM_AT = {
+_DIM_AT: dict[Any, int] = {
     aten.split.Tensor: 2,
     aten.split_with_sizes.default: 2,
     aten.cat.default: 1,
