@@ -1,7 +1,7 @@
 """Sort rows: the rows of a layer of experts are sorted by expert once, and not for each of its products.
 
 Before: rows in the order of tokens, [N, K, D]; each product sorts them inside and puts its result back. After: rows by
-expert, [N * K, D], from the first product to the last, with what is between them. In the backward the same order serves.
+expert, [N * K, D], from the first product to the last, with what is between them. The backward has the same order.
 
     %x3 = expand(unsqueeze(%x, 1), [N, K, D])   %order, %counts = route_rows(%ids, E)
     %h = expert_mm(%x3, %w1, %ids)              %h = grouped_mm(dispatch(%x, %order, K), %w1, %counts)

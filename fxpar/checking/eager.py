@@ -40,8 +40,8 @@ class WithoutFloat32(TorchFunctionMode):
         torch.set_default_dtype(torch.float64)
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
         torch.set_default_dtype(self._dtype)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

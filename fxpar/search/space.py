@@ -114,7 +114,7 @@ def _of_shape(remat: Remat | None, shape: Strategy) -> Remat | None:
     """`selective` gathers again what sequence parallelism has gathered: under large tp that is most of what is saved,
     as every rank holds it whole.
     """
-    return replace(remat, collectives="redo") if remat == SELECTIVE and shape.sp else remat
+    return replace(SELECTIVE, collectives="redo") if remat == SELECTIVE and shape.sp else remat
 
 
 # How the ranks of a replica may be used in a module: an axis, and whether it needs the links inside of a node. A layout
