@@ -222,6 +222,5 @@ class ExpertIdsError(FxparError):
     def __init__(self, strategy: str, module: str, ids: str) -> None:
         super().__init__(
             f"strategy {strategy!r}: the ids of the experts of {module!r} are {ids}; under ep they are [tokens, slots] "
-            "of a batch whose number of tokens is dynamic. Give each row its slots, ids[:, None], and capture with "
-            "dynamic dims."
+            "of a batch whose number of tokens is dynamic. Leave capture(dynamic=...) out."
         )

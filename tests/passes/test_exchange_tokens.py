@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxpar import expert_mm, losses, weighted_sum
+from fxpar.annotate.experts import check_experts
 from fxpar.errors import ExpertIdsError, ExpertsDivideError, NoExpertsError, VerifyError
 from fxpar.graph_files import load_graph, save_graph
 from fxpar.ir.counts import RunCount
 from fxpar.ir.exec_graph import ExecGraph
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import default_passes, lower
 from fxpar.ops import copies
 from fxpar.passes.pack_documents import pack_documents
@@ -42,8 +45,6 @@ class Experts(nn.Module):
         flat = x.flatten(0, 1)
         weights, ids = self.router(flat).softmax(-1).topk(self.slots, -1)
         weights = weights / weights.sum(-1, keepdim=True) * 2 if self.slots > 1 else weights
-        if self.kind == "no slots":
-            return expert_mm(flat, self.w1, ids[:, 0]).view(*x.shape[:2], -1).repeat(1, 1, 2)[..., :WIDTH] + x
         made = expert_mm(flat.unsqueeze(1).expand(*ids.shape, -1), self.w1, ids)
         made = made if self.b1 is None else made + F.embedding(ids, self.b1)
         gate, up = made.chunk(2, -1)
@@ -77,8 +78,8 @@ class Model(nn.Module):
 
 
 @functools.cache
-def moe(kind: str = "usual", slots: int = SLOTS) -> Captured:
-    return take(Model(kind, slots), losses.causal_lm, tokens(31, 9, 14))
+def moe(kind: str = "usual", slots: int = SLOTS, **options: Any) -> Captured:
+    return take(Model(kind, slots), losses.causal_lm, tokens(31, 9, 14), **options)
 
 
 @functools.cache
@@ -153,12 +154,16 @@ def test_graph_files(tmp_path: Path) -> None:
         (moe, "ep3", ExpertsDivideError, "4 experts of 'layers.0.experts' do not divide over 3 ranks. Write ep2"),
         (moe, "rows2[embedding: ep2]", NoExpertsError, "rule 'embedding: ep2'.*its modules have none"),
         (llama, "dp2.ep2", NoExpertsError, "model 'Llama' has none.*Write rows"),
-        (functools.partial(moe, "no slots"), "ep2", ExpertIdsError, "are \\[tokens, slots\\]"),
     ],
 )
 def test_what_cannot_be(captured, strategy: str, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         lower(pack_documents(captured().graph), strategy)
+
+
+def test_a_fixed_number_of_tokens() -> None:
+    with pytest.raises(ExpertIdsError, match=r"of 'layers.0.experts' are .*\[tokens, slots\]"):
+        check_experts(moe(dynamic=None).graph, Strategy.parse("ep2"))
 
 
 def test_a_ladder_without_the_pass() -> None:
