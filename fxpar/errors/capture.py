@@ -226,8 +226,7 @@ class DataDependentError(CaptureError):
     def __init__(self, what: str, fqn: str | None, line: str | None) -> None:
         super().__init__(
             f"the program depends on the values of a tensor: {what}{_at(fqn, line)}. One graph must hold for all "
-            "batches: replace `if`, .item(), .tolist(), nonzero() and boolean indexing by torch.where or masks, and a "
-            "loop over experts by fxpar.expert_mm"
+            "batches: replace `if`, .item(), nonzero(), x[mask] by torch.where, and loops over experts by expert_mm"
         )
 
 

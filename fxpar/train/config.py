@@ -200,9 +200,7 @@ class TrainConfig:
     @property
     def world(self) -> int:
         """Number of ranks that the strategies need, or shall be chosen for."""
-        if not self.strategies:
-            return self.run.ranks or 1
-        return formations(self.strategies[-1][1])[0].world
+        return formations(self.strategies[-1][1])[0].world if self.strategies else self.run.ranks or 1
 
     @property
     def max_length(self) -> int:

@@ -111,29 +111,6 @@ def small() -> nn.Module:
     return Small().double()
 
 
-class Routed(nn.Module):
-    """`Small` with two of four experts for each token, in place of what all tokens share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.embedding, self.turns, self.router = nn.Embedding(131, 16), nn.Parameter(torch.rand(16)), nn.Linear(16, 4)
-        self.up, self.down = nn.Parameter(torch.randn(4, 16, 24) / 4), nn.Parameter(torch.randn(4, 24, 16) / 4)
-        self.head = nn.Linear(16, 131, bias=False)
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        x = self.embedding(input_ids) + torch.sin(position_ids[..., None] * self.turns)
-        flat = x.flatten(0, 1)
-        weights, ids = self.router(flat).softmax(-1).topk(2, -1)
-        rows = fxpar.expert_mm(flat[:, None].expand(-1, 2, -1), self.up, ids)
-        rows = fxpar.expert_mm(torch.tanh(rows), self.down, ids)
-        return self.head(x + fxpar.weighted_sum(rows, weights).view_as(x))
-
-
-def routed() -> nn.Module:
-    return Routed().double()
-
-
 class Stack(nn.Module):
     """Four layers like that of `Small`, for stages: two share a weight, and so do the embedding and the head."""
 

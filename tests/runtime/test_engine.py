@@ -42,7 +42,6 @@ from tests.runtime.hot import (
     one_device,
     parallel,
     precompile,
-    routed,
     sequences,
     shallow,
     small,
@@ -145,7 +144,6 @@ CASES = {
         },
         shallow,
     ),
-    "experts": Case(BATCHES, {"strategies": {16: "dp4", 64: "dp2.ep2+zero3", 512: "ep2.tp2+sp"}}, routed),
     "rings": Case(BATCHES, {"strategies": {16: "dp4", 64: "tp2.ring2+sp", 512: "cp2.ring2+zero3"}}, shallow),
     "few sequences, fused optimizer": Case(
         [sequences(0, (5, 60, 33, 17, 130, 8)), *(sequences(11, lengths) for lengths in FEW)],

@@ -14,13 +14,13 @@ LENGTHS = (5, 60, 33, 17, 130, 8, 90, 12)
 
 
 class Routed(nn.Module):
-    """Each token through three of five experts; nothing else mixes or moves."""
+    """Each token through three of six experts; nothing else mixes or moves."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.embedding, self.router, self.head = nn.Embedding(131, 16), nn.Linear(16, 5), nn.Linear(16, 131)
-        self.up, self.down = nn.Parameter(torch.randn(5, 32, 16) * 0.2), nn.Parameter(torch.randn(5, 16, 16) * 0.2)
+        self.embedding, self.router, self.head = nn.Embedding(131, 16), nn.Linear(16, 6), nn.Linear(16, 131)
+        self.up, self.down = nn.Parameter(torch.randn(6, 32, 16) * 0.2), nn.Parameter(torch.randn(6, 16, 16) * 0.2)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         x = self.embedding(input_ids) + torch.sin(position_ids[..., None] * 0.1)
@@ -39,7 +39,12 @@ CASES = {
         [sequences(seed, LENGTHS) for seed in (3, 4)],
         {"strategies": {16: "dp4+zero3", 64: "tp4", 512: "cp2.tp2+sp"}, "checked": True},
         routed,
-    )
+    ),
+    "at their experts": Case(
+        [sequences(seed, LENGTHS) for seed in (5, 6)],
+        {"strategies": {16: "dp4", 64: "dp2.ep2+zero3", 512: "ep2.tp2+sp"}, "checked": True},
+        routed,
+    ),
 }
 
 
