@@ -16,7 +16,6 @@ Cost: none; `sink_waits` moves the waits.
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,11 +40,10 @@ class HoistCollectives:
     tier: ClassVar[Tier] = "exact"
 
     def __call__(self, graph: AnnotatedGraph) -> None:
-        place = {node: i for i, node in enumerate(graph.graph.nodes)}
         for node in list(graph.graph.nodes):
             if not collective_kind(node) or phase_of(node) != "body":
                 continue
-            cursor, made = _made_of(node, place)
+            cursor, made = _made_of(node)
             if cursor is None or _where(cursor) != _where(node):
                 continue
             for one in made:
@@ -57,21 +55,19 @@ def _where(node: fx.Node) -> tuple[str, bool]:
     return block_or_module_of(fqn_of(node)), is_backward(node)
 
 
-def _made_of(collective: fx.Node, place: dict[fx.Node, int]) -> tuple[fx.Node | None, list[fx.Node]]:
+def _made_of(collective: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
     """The last product that a collective is made of, None if there is none or another collective is waited for behind
     it, which would block sooner; and what it is made of behind that, with itself, in order.
     """
     made: list[fx.Node] = []
-    todo, seen = [(-place[collective], collective)], {collective}
+    todo = {collective}
     while todo:
-        _, node = heapq.heappop(todo)
+        node = max(todo)  # of the order now: a node that two collectives need has moved with the first
+        todo.remove(node)
         if node.target is _WAIT:
             break
         if is_product(node.target) or is_attention(node.target):
             return node, made[::-1]
         made.append(node)
-        for operand in node.all_input_nodes:
-            if operand not in seen and operand.op == "call_function":
-                seen.add(operand)
-                heapq.heappush(todo, (-place[operand], operand))
+        todo.update(operand for operand in node.all_input_nodes if operand.op == "call_function")
     return None, []

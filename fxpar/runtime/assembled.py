@@ -175,7 +175,7 @@ def _plain_calls(
 ) -> PlainCalls:
     """What `model(x)` runs."""
     return PlainCalls(
-        {name: one.strategy for name, one in programs.items() if one.mesh.ranks == tuple(range(dist.get_world_size()))},
+        {name: one.strategy for name, one in programs.items() if one.strategy.world == dist.get_world_size()},
         plain,
         engine.switching,
         ground.cluster,

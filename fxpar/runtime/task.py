@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,8 +79,9 @@ class Task:
 
 def check_ranks(name: str, ranks: Sequence[int], world: int) -> None:
     """Raise TaskError unless they are consecutive ranks of the world."""
-    known = list(ranks)
-    if not known or known != list(range(known[0], known[0] + len(known))) or known[0] < 0 or known[-1] >= world:
+    known = list(ranks) if isinstance(ranks, Iterable) else []
+    whole = bool(known) and all(type(rank) is int for rank in known)
+    if not whole or known != list(range(known[0], known[0] + len(known))) or known[0] < 0 or known[-1] >= world:
         raise TaskError(name, f"has ranks={ranks!r}: give consecutive ones of 0 to {world - 1}, such as range(2, 4)")
 
 

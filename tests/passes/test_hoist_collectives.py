@@ -54,6 +54,23 @@ def test_what_waits_for_another_collective_stays():
     assert order("layers.0.c", waits=True) == ["mm", "sum", "mm", "exp", "sum"]
 
 
+def test_what_two_collectives_need_comes_before_the_first() -> None:
+    """As the cosines of queries and keys."""
+    s = Sketch("tp2")
+    x = s.place("x", (4, 4), kind="batch")
+    products = [s.call(aten.mm.default, x, x, shape=(4, 4), fqn="layers.0.a") for _ in range(2)]
+    shared = s.call(aten.cos.default, x, shape=(4, 4), fqn="layers.0.a")
+    turned = [s.call(aten.mul.Tensor, one, shared, shape=(4, 4), fqn="layers.0.a") for one in products]
+    totals = [s.call(c.all_reduce, one, "tp", "sum", shape=(4, 4), fqn="layers.0.a") for one in turned]
+    graph = s.done(*totals)
+    for step in (GlobalToLocal(), LowerCollectives(), HoistCollectives()):
+        step(graph)
+    verify(graph, "hoist_collectives")
+    short = {c10d.all_reduce.default: "sum", aten.mm.default: "mm", aten.cos.default: "cos", aten.mul.Tensor: "mul"}
+    found = [short[node.target] for node in graph.graph.nodes if node.target in short]
+    assert found == ["mm", "cos", "mul", "sum", "mm", "mul", "sum"]
+
+
 def test_queries_travel_while_keys_are_projected():
     program: ExecGraph = lower(llama(layers=1).graph, "cp2")
     kinds = []

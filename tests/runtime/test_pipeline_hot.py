@@ -139,8 +139,8 @@ def normed() -> nn.Module:
     return Normed().to(torch.float64)
 
 
-TWO_STAGES, HELD_OUT = {512: "pp2"}, sequences(2, (20, 30, 2, 9))
-WORLD = World(2, lambda: precompile(normed, TWO_STAGES))
+TWO_STAGES, HELD_OUT = {512: "dp2.pp2"}, sequences(2, (20, 30, 2, 9))
+WORLD = World(4, lambda: precompile(normed, TWO_STAGES))
 
 
 @WORLD.case
@@ -167,4 +167,4 @@ def test_evaluates_through_stages():
     model, total = normed().eval(), 0.0
     for ids in HELD_OUT:
         total += F.cross_entropy(model(ids[None])[0, :-1], ids[1:], reduction="sum").item()
-    assert found == pytest.approx([total / sum(len(ids) - 1 for ids in HELD_OUT)] * 2, rel=1e-12)
+    assert found == pytest.approx([total / sum(len(ids) - 1 for ids in HELD_OUT)] * 4, rel=1e-12)

@@ -18,6 +18,7 @@ from fxpar.errors import FxparError, ParallelizeError, TaskError
 from fxpar.runtime.forked import run_forked
 from fxpar.runtime.options import ParallelizeOptions
 from fxpar.runtime.planned import check_choice
+from fxpar.runtime.task import check_ranks
 from tests.runtime.hot import named
 from tests.runtime.towers import Towers, described, labelled, one_device, pair, tasks, text
 
@@ -261,3 +262,9 @@ def test_options_that_do_not_go_together(options, why):
 def test_weights_are_numbers_above_0(weight):
     with pytest.raises(TaskError, match="has weight="):
         fxpar.Task(torch.sum, weight=weight)
+
+
+@pytest.mark.parametrize("ranks", [3, "01", (0.0, 1.0), (False, True), (), (1, 0), (3, 4)])
+def test_what_no_ranks_are(ranks: object):
+    with pytest.raises(TaskError, match=r"task 'a' has ranks=.*consecutive ones of 0 to 3"):
+        check_ranks("a", ranks, 4)  # type: ignore[arg-type]
