@@ -55,9 +55,10 @@ class BinsError(FxparError):
     """A strategy packs documents in bins, and the model cannot have them."""
 
     def __init__(self, strategy: str, model: str, why: str) -> None:
+        ep = ", and for ep a rule, such as cp2[*.experts: ep2]" if "ep" in strategy else ""
         super().__init__(
-            f"strategy {strategy!r}: rows packs the documents of a micro-batch in bins, which model {model!r} cannot "
-            f"have: {why}. Use cp in place of rows."
+            f"strategy {strategy!r}: {'rows and ep pack' if ep else 'rows packs'} the documents of a micro-batch in "
+            f"bins, which model {model!r} cannot have: {why}. Use cp in place of rows{ep}."
         )
 
 

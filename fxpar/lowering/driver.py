@@ -97,8 +97,8 @@ def lower(
 
         return lower_teams(logical, strategy, lower_team)
     check_rules(logical, strategy)
-    check_bins(logical, strategy)
     check_experts(logical, strategy)
+    check_bins(logical, strategy)
     check_compressed(logical, strategy)
     if strategy.pipeline_size > 1:
         pipeline = lower_pipeline(logical, strategy, ladder, on_pass, verified)
@@ -152,8 +152,8 @@ def graphs_after(
             yield from graphs_after(logical, team, last, passes=ladder, on_pass=on_pass, verified=verified)
         return
     check_rules(logical, strategy)
-    check_bins(logical, strategy)
     check_experts(logical, strategy)
+    check_bins(logical, strategy)
     check_compressed(logical, strategy)
     if strategy.pipeline_size == 1:
         yield run_passes(logical, strategy, ladder, on_pass, last, verified)[0]
@@ -212,8 +212,8 @@ def lower_forward(
     if strategy.pipeline_size > 1:
         raise NotYetError(f"a forward whose loss is outside, under '{strategy}'", "Name a strategy without pp for it.")
     check_rules(logical, strategy)
-    check_bins(logical, strategy)
     check_experts(logical, strategy)
+    check_bins(logical, strategy)
     check_compressed(logical, strategy)
     ladder = default_passes(for_store=not whole)
     if whole:

@@ -169,8 +169,8 @@ def _shared_options(decided: Mapping[str, Decided], options: ParallelizeOptions)
     }
 
 
-def _limits(groups: Sequence[LengthGroup]) -> dict[str, int]:
-    return {f"{group} ({group.token_budget:,} tokens)": group.limit for group in groups}
+def _limits(groups: Sequence[LengthGroup]) -> list[str]:
+    return [f"{group.limit}: {group.strategy} ({group.token_budget:,} tokens)" for group in groups]
 
 
 def _plain_strategy(options: ParallelizeOptions, groups: Sequence[LengthGroup], names: Sequence[str]) -> str:

@@ -181,7 +181,7 @@ class ParallelizeOptions:
                     raise ParallelizeError(f"{one.name}={value!r} is not a {one.metadata['meant']}")
         for key in ("order", "resident"):
             if (named := getattr(self, key)) is not None:
-                object.__setattr__(self, key, tuple(map(as_printed, named)))
+                object.__setattr__(self, key, type(named)(map(as_printed, named)))
         if self.plain is not None:
             object.__setattr__(self, "plain", as_printed(self.plain))
         for glob, placement in (self.home or {}).items():

@@ -163,7 +163,9 @@ def test_times_are_those_of_the_devices_that_are_named(tmp_path):
     """`--tflops` wins over the cluster's; dump and viz say in their heads what they assume."""
     cluster = tmp_path / "cluster.toml"
     links = "nodes = 1\ndevices_per_node = 4\nintra_gb_per_s = 200\ninter_gb_per_s = 25\nlatency_us = 20\n"
-    cluster.write_text(f"{links}[device]\ntflops = 0.5\nmemory_gb_per_s = 2000\nlaunch_us = 4\n")
+    cluster.write_text(
+        f"{links}[device]\ntflops = 0.5\nmemory_gb_per_s = 2000\nlaunch_us = 4\noverlap_slowdown = 1.13\n"
+    )
     page, times = tmp_path / "page.json", []
     for given, tflops in (((), 300), (("--cluster", cluster), 0.5), (("--cluster", cluster, "--tflops", "0.25"), 0.25)):
         times.append(read("dump", "llama", "-s", "tp4+sp", *given)["time"]["micro_batch_s"])

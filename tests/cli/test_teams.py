@@ -42,7 +42,6 @@ def test_json_has_each_team():
         ("dump", "llama", "-s", TEAMS, "--stage", "annotated"),
         ("dump", "llama", "-s", TEAMS, "--rank", "1"),
         ("dump", "llama", "-s", TEAMS, "--format", "dot"),
-        ("simulate", "llama", "--set", TEAMS, "--lengths", "github:512", "--tokens-per-step", "4096"),
     ],
 )
 def test_one_team_at_a_time(words, tmp_path, monkeypatch):

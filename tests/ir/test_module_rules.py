@@ -139,7 +139,10 @@ def test_two_rules_for_one_module():
         ("tp6[*.a: cp2.tp3; *.b: cp3.tp2]", "degrees do not factor: ranks in runs of 2 do not fit in runs of 3"),
         ("tp2[*.mlp dp2]", "a rule is a glob of modules, ':' and roles"),
         ("tp2[*.mlp:]", "a rule is a glob of modules, ':' and roles"),
-        ("tp2[*.mlp: dp2]", "axes of a rule are those inside of a replica, tp, cp, ring, rows; dp is of all modules"),
+        (
+            "tp2[*.mlp: dp2]",
+            "those inside of a replica, tp, cp, ring, rows, ep; dp is of all modules",
+        ),
         ("tp2[*.mlp: +sp]", "sp goes with axes"),
         ("tp2[*.mlp: +zeor3]", " Flags are sp, zero0, zero1, zero2, zero3, remat, offload, lsh, chunks (at"),
         ("tp2[]", "there are no rules in the brackets"),

@@ -12,7 +12,7 @@ from fxpar.annotate.driver import search_placements
 from fxpar.checking import check
 from fxpar.errors import (
     GivenPassesError,
-    NotYetError,
+    NoExpertsError,
     OverrideError,
     PassContractError,
     StrategySyntaxError,
@@ -171,7 +171,7 @@ def test_passes_have_their_options_already(option):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "error"), [("tp", StrategySyntaxError), ("dp2.ep2", NotYetError), ("pp2.ep2", NotYetError)]
+    ("strategy", "error"), [("tp", StrategySyntaxError), ("dp2.ep2", NoExpertsError), ("pp2.ep2", NoExpertsError)]
 )
 def test_errors(strategy, error):
     with pytest.raises(error):

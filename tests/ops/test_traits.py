@@ -11,7 +11,7 @@ import torch
 from fxpar.ops import traits
 from fxpar.rules.table import TABLE
 
-aten = torch.ops.aten
+aten, own = torch.ops.aten, torch.ops.fxpar
 X = torch.arange(1.0, 25.0).reshape(4, 1, 6)
 
 # What an op of the table is called with behind X.
@@ -67,6 +67,15 @@ def test_a_view_lies_in_the_memory_of_its_operand(op):
     assert shares == {traits.is_view(op)}
 
 
+ROWS, IDS, COUNTS = torch.zeros(2, 2, 3), torch.tensor([[0, 1], [1, 3]]), torch.tensor([1, 2, 0, 1])
+OF_EXPERTS: dict[Any, tuple[Any, ...]] = {
+    own.expert_mm.default: (ROWS, torch.zeros(4, 3, 5), IDS),
+    own.expert_mm_backward.default: (torch.zeros(2, 2, 5), ROWS, IDS, 4),
+    own.grouped_mm.default: (torch.zeros(4, 3), torch.zeros(4, 3, 5), COUNTS),
+    own.grouped_mm_backward.default: (torch.zeros(4, 5), torch.zeros(4, 3), COUNTS),
+}
+
+
 @pytest.mark.parametrize("op", sorted(traits.KEEPS_ZERO, key=str), ids=str)
 def test_zeros_stay_zeros(op):
     tensors = sum(str(a.type) == "Tensor" for a in op._schema.arguments)
@@ -74,6 +83,8 @@ def test_zeros_stay_zeros(op):
         found = called(op, torch.zeros_like(X))
     elif op is torch.ops.fxpar.dropout.default:
         found = [op(torch.zeros(3), torch.tensor(1), [torch.arange(3)], 0.5, 1)]
+    elif op in OF_EXPERTS:
+        found = [op(*OF_EXPERTS[op])]
     else:
         shapes = {aten.bmm.default: [(2, 3, 3)] * 2, aten.mv.default: [(3, 3), (3,)], aten.dot.default: [(3,)] * 2}
         values = [torch.zeros(shape) for shape in shapes.get(op, [(3, 3)] * tensors)]
@@ -91,8 +102,8 @@ def test_sizes_stand_where_the_table_says():
 
 def test_lookups_have_their_operands_in_one_order():
     weight, ids = torch.randn(5, 3), torch.tensor([4, 0])
-    own = torch.ops.fxpar.embedding.default(weight, ids, torch.arange(1, 6))
-    assert torch.equal(own, aten.embedding.default(weight, ids))
+    found = own.embedding.default(weight, ids, torch.arange(1, 6))
+    assert torch.equal(found, aten.embedding.default(weight, ids))
     for op in traits.EMBEDDINGS | traits.LABEL_LOSSES:
         table, numbers = (argument.name for argument in op._schema.arguments[:2])
         assert (table, numbers) in {("weight", "ids"), ("weight", "indices"), ("logits", "target"), ("self", "target")}

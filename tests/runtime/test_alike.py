@@ -49,8 +49,8 @@ def other_options(rank):
     cases = [
         ({"seed": rank}, "seed is 1 on rank 1, and 0 on rank 0. Every rank must"),
         ({"order": sorted(STRATEGIES.values(), reverse=bool(rank))}, r"order is \['tp2', .* on rank 1, and \['dp2', "),
-        ({"strategies": swapped}, r"strategies .* is {16: 'tp2 \(.* tokens\)', 64: .* and {16: 'dp2 \("),
-        (fewer, r"strategies \(and token budgets\) is {16: 'dp2 \(600 tokens\)'"),
+        ({"strategies": swapped}, r"strategies .* is \['16: tp2 \(.* tokens\)', '64: .* and \['16: dp2 \("),
+        (fewer, r"strategies \(and token budgets\) is \['16: dp2 \(600 tokens\)'"),
     ]
     if rank:
         cases += [({"cost": lambda *_: None}, "whether there is a cost model is True on rank 1, and False on rank 0")]

@@ -241,4 +241,4 @@ def test_a_plain_call_under_what_is_no_strategy_is_named():
 def test_strategies_are_named_in_any_spelling(spelled: str) -> None:
     given = {64: "dp4", 128: "tp2 | dp2"}
     options = ParallelizeOptions(strategies=given, order=["dp4", spelled], resident=[spelled], plain=spelled)
-    assert (options.order, options.resident, options.plain) == (("dp4", "tp2 | dp2"), ("tp2 | dp2",), "tp2 | dp2")
+    assert (options.order, options.resident, options.plain) == (["dp4", "tp2 | dp2"], ["tp2 | dp2"], "tp2 | dp2")
