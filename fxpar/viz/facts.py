@@ -75,7 +75,7 @@ def program_facts(view: Viewed, program: Program) -> list[PartFacts]:
     """The parts of one stage of a view, or of the whole model, that compute or move anything, with predicted times."""
     costs = node_costs(program, view.links, parts=program.parts)
     lengths = view.sequences.lengths
-    spent = {(cost.part, cost.name): Term.of([cost.seconds], 1e3).at(lengths) for cost in costs}
+    spent = {(cost.part, cost.name): Term.of([cost.exposed], 1e3).at(lengths) for cost in costs}
     reader = _Reader(view, program, SizesAt(view.dims()), spent)
     return [reader.part(part) for part in parts(program)]
 

@@ -131,7 +131,7 @@ def test_what_was_guessed_wrong_is_taken_as_what_it_is(monkeypatch):
     want = find_plan(given, lowered, outlined)
     search = _Search(given, given.known(lowered, outlined), lambda _: None)
     search.lower_all()
-    monkeypatch.setattr(driver, "StagedGuess", Optimist)
+    monkeypatch.setattr(driver, "GUESSES", (Optimist,))
     search.pricer.optimizer_s = want.plans[0].optimizer_s
     for s, one in enumerate(search.candidates):
         guess = Optimist(**{each.name: getattr(one, each.name) for each in fields(one) if each.init})

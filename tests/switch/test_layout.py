@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxpar.errors import NotYetError, StageCountError, UnknownCutError
+from fxpar.errors import NoExpertsError, StageCountError, UnknownCutError
 from fxpar.ir.dist_config import OuterShard
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.strategy import Strategy
@@ -84,7 +84,7 @@ def test_a_tied_embedding_lies_on_both_ends():
 
 
 @pytest.mark.parametrize(
-    ("text", "error"), [("pp6", StageCountError), ("ep2", NotYetError), ("pp2+cut(layers.9)", UnknownCutError)]
+    ("text", "error"), [("pp6", StageCountError), ("ep2", NoExpertsError), ("pp2+cut(layers.9)", UnknownCutError)]
 )
 def test_what_cannot_be_lowered_has_no_layout(text, error):
     with pytest.raises(error):

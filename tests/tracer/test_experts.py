@@ -136,7 +136,7 @@ class Loop(nn.Module):
 
 
 def test_a_loop_over_experts_is_told_what_to_write():
-    with pytest.raises(errors.DataDependentError, match=r"a loop over experts by fxpar\.expert_mm"):
+    with pytest.raises(errors.DataDependentError, match=r"loops over experts by expert_mm"):
         capture(Loop(), losses.causal_lm, tokens(8))
 
 

@@ -40,7 +40,7 @@ def test_plans_of_any_graph(graph, count, per_node, memory):
         assert memory < math.inf or any(min(one.layer_ms) > count for one in graph.metaops)
         return
     check_plan(plan)
-    assert plan.ms <= plan.spindle_ms
+    assert plan.ms <= plan.spindle_ms * (1 + 1e-12)  # sums in another order
 
 
 @given(graphs(most=3, layers=2), st.integers(2, 4))
