@@ -168,14 +168,12 @@ def _pace(model: Any) -> None:
         bound.run_all([])
         result = bound.finish()
         engine.bound[name] = _Paced(bound, result["grads"], result["loss"])
-    made = engine._mini_batch
+    made = engine.works
 
-    def paced(groups: Any, *rest: Any) -> Any:
-        batch = made(groups, *rest)
-        batch.groups = [
+    def paced(*given: Any) -> list[GroupWork]:
+        return [
             GroupWork(one.spec, one.name, one.plan, one.lengths, lambda one=one: one.plan)  # type: ignore[arg-type]
-            for one in batch.groups
+            for one in made(*given)
         ]
-        return batch
 
-    engine._mini_batch = paced
+    engine.works = paced

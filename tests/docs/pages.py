@@ -50,7 +50,7 @@ WAYS = (
     Way(r"--compile inductor", "parsed", "compiles for a minute; tests/runtime/test_bound.py runs it"),
     Way(r"hf:\w+@\w+(?=.*\bpp4\b)", "once", "a published size takes 20 CPU s", "llama --set layers=4"),
     Way(r"hf:\w+@\w+", "once", "a published size takes 20 CPU s", "llama"),
-    Way(r"^check hf:(?!mixtral)\w+", "swapped", "tests/models/test_huggingface.py checks decoders of transformers", "llama"),
+    Way(r"^check hf:(?!mixtral)\w+", "swapped", "tests/models/test_huggingface.py checks decoders", "llama"),
 )
 
 
