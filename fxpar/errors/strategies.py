@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from fxpar.errors.base import FxparError, nearest
@@ -55,7 +56,7 @@ class BinsError(FxparError):
     """A strategy packs documents in bins, and the model cannot have them."""
 
     def __init__(self, strategy: str, model: str, why: str) -> None:
-        ep = ", and for ep a rule, such as cp2[*.experts: ep2]" if "ep" in strategy else ""
+        ep = ", and for ep a rule, such as cp2[*.experts: ep2]" if re.search(r"\bep\d", strategy) else ""
         super().__init__(
             f"strategy {strategy!r}: {'rows and ep pack' if ep else 'rows packs'} the documents of a micro-batch in "
             f"bins, which model {model!r} cannot have: {why}. Use cp in place of rows{ep}."
