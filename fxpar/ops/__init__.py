@@ -25,6 +25,7 @@ from fxpar.ops import (
     dropout,
     embedding,
     experts,
+    host,
     recurrence,
     ring_steps,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "dropout",
     "embedding",
     "experts",
+    "host",
     "recurrence",
     "ring_steps",
 ]

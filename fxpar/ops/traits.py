@@ -13,26 +13,8 @@ from typing import Any, Literal
 import torch
 
 from fxpar.errors import FxparError, OpContractError
-from fxpar.ops import (
-    attention,
-    causal_conv,
-    compress,
-    cross_entropy,
-    dropout,
-    embedding,
-    experts,
-    host,
-    recurrence,
-    ring_steps,
-)
 
 aten, own = torch.ops.aten, torch.ops.fxpar
-assert attention, compress
-assert cross_entropy
-assert dropout, embedding
-assert causal_conv, recurrence
-assert experts, host
-assert ring_steps
 
 Computes = Literal["low", "fp32", "norm", "softmax", "loss", "loss_backward", "moves"]
 """What an op computes in under mixed precision: the low dtype; fp32, always; fp32 like norms, softmax or the loss,

@@ -19,15 +19,18 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 
-def order(read_early: bool) -> list[str]:
-    """Two gradients that are made and reduced one after the other; the second is made of the first, or is not."""
+def order(read_early: bool = False, late: bool = False) -> list[str]:
+    """Two gradients that are made and reduced one after the other. `read_early`: the second is made of the first;
+    `late`: the epilogue reads the first, and stands in front of the second.
+    """
     s = Sketch("dp2")
     x = s.place("x", (4,), kind="batch")
     a = s.call(aten.exp.default, x, shape=(4,), partial="dp")
     first = s.call(c.all_reduce, a, "dp", "sum", shape=(4,), bucket="grads/a")
+    results = [s.call(aten.neg.default, first, shape=(4,), phase="epilogue")] if late else [first]
     b = s.call(aten.exp.default, first if read_early else x, shape=(4,), partial="dp")
     second = s.call(c.all_reduce, b, "dp", "sum", shape=(4,), bucket="grads/b")
-    graph = s.done(first, second)
+    graph = s.done(*results, second)
     for step in (GlobalToLocal(), LowerCollectives(), SinkWaits(), HideReductions()):
         step(graph)
     verify(graph, "hide_reductions")
@@ -36,11 +39,15 @@ def order(read_early: bool) -> list[str]:
 
 
 def test_a_gradient_is_waited_for_in_front_of_the_next_reduction():
-    assert order(read_early=False) == ["make", "sum", "make", "wait", "sum", "wait"]
+    assert order() == ["make", "sum", "make", "wait", "sum", "wait"]
 
 
 def test_what_is_read_sooner_is_waited_for_sooner():
     assert order(read_early=True) == ["make", "sum", "wait", "make", "sum", "wait"]
+
+
+def test_what_the_epilogue_reads_in_between_stays():
+    assert order(late=True) == ["make", "sum", "wait", "make", "sum", "wait"]
 
 
 def test_one_reduction_at_most_is_on_its_way():
