@@ -1,10 +1,12 @@
 """What one GPU can say about fxpar, piece by piece; `make gpu` runs all of them.
 
-    python benchmarks/gpu_single.py step|attention|packed|switch [--steps 10] [--rounds 3] [--json OUT]
+    python benchmarks/gpu_single.py step|experts|offload|attention|packed|switch [--steps 10] [--rounds 3] [--json OUT]
     python benchmarks/gpu_single.py step --device cpu --tiny      # the same program, to see that it runs
 
 step        forward and backward of one packed row through a Llama of 1B: eager torch, `torch.compile`, fxpar's graph
             eager and with inductor, all with `fxpar::attention`
+experts     the same of a mixture of experts (transformers' mixtral), against its loop and its grouped products
+offload     what copies of activations to the host cost the step, beside recomputation
 attention   `fxpar::attention` against torch's, dense (flash) and in packed documents (varlen)
 packed      long-tailed documents in one row against a padded row each, as many tokens at a time
 switch      training that changes between two strategies of one rank in every step, in fp32, bf16 and fp16, against
@@ -81,20 +83,20 @@ def wide_step(loaded: LoadedModel, batch: Batch, scale: float) -> Step:
 
 
 def compare(ways: Mapping[str, Step], wide: Step) -> dict[str, float]:
-    """How far each way is off fp32. None may be further off than eager torch, "torch", by half."""
+    """How far each way is off fp32. None may be further off than the first one, eager torch or fxpar, by half."""
     loss, grads = wide()
     expected = loss, {name: grad.clone() for name, grad in grads.items()}
     found: dict[str, float] = {}
     for name, step in ways.items():
-        limit = max(TOLERANCE, 1.5 * found.get("torch", 0.0)) if found else float("inf")
+        limit = max(TOLERANCE, 1.5 * next(iter(found.values()))) if found else float("inf")
         found[name] = accept(name, off(step, expected), limit)
     return found
 
 
 # ---------------------------------------------------------------------------------------------------------- step
-def fxpar_step(loaded: LoadedModel, batch: Batch, scale: float, compile: Backend) -> Step:
+def fxpar_step(loaded: LoadedModel, batch: Batch, scale: float, compile: Backend, strategy: str = "dp1") -> Step:
     """The lowered graph of one rank."""
-    program = lower(capture(loaded.model, loaded.loss_fn, batch), "dp1")
+    program = lower(capture(loaded.model, loaded.loss_fn, batch), strategy)
     assert isinstance(program, ExecGraph)
     bound = bind(program, 0, {}, compile=compile)
     params, buffers = loaded.params(), loaded.buffers()
@@ -144,19 +146,69 @@ def compare_steps(settings: Settings) -> list[Row]:
     if not settings.tiny:
         ways["torch.compile"] = torch_step(loaded, batch, scale=scale, compiled=True)
         ways["fxpar, inductor"] = fxpar_step(loaded, batch, scale, "inductor")
-    errors = compare(ways, wide_step(loaded, batch, scale))
+    return _beside_torch(ways, wide_step(loaded, batch, scale), settings)
+
+
+def _beside_torch(ways: Mapping[str, Step], wide: Step, settings: Settings) -> list[Row]:
+    """The first way, and "torch.compile" where there is one, are what the others are compared with."""
+    errors = compare(ways, wide)
     found = in_turns(ways, settings.steps, settings.rounds, settings.device)
+    first = next(iter(found.values()))
     return [
         {
             "way": name,
             "ms": ms,
-            "of torch": ms / found["torch"][0],
+            "of the first": ms / first[0],
             "of torch.compile": ms / found["torch.compile"][0] if "torch.compile" in found else None,
             "peak MB": peak,
             "off fp32": errors[name],
         }
         for name, (ms, peak) in found.items()
     ]
+
+
+# ------------------------------------------------------------------------------------------------------- experts
+MIXTURE = {
+    "num_hidden_layers": "4",
+    "hidden_size": "1024",
+    "intermediate_size": "2048",
+    "num_local_experts": "16",
+    "num_attention_heads": "16",
+    "num_key_value_heads": "8",
+    "head_dim": "64",
+    "vocab_size": "32000",
+    "max_position_embeddings": "8192",
+}
+
+
+def compare_experts(settings: Settings) -> list[Row]:
+    """A row of 8,192 tokens, two of 16 experts each."""
+    options: dict[str, str] = {} if settings.tiny else MIXTURE
+    tokens, device = 64 if settings.tiny else 8192, str(settings.device)
+    loaded = load("hf:mixtral", noise=False, options=options, dtype=torch.bfloat16, device=device, tokens=(tokens,))
+    batch, scale = settings.to(loaded.example_batch), loaded.scale()
+    ways: dict[str, Step] = {}
+    for name, compiled in (("eager", False), ("grouped_mm", False), ("grouped_mm", True)):
+        if settings.tiny and name != "eager":
+            continue
+        model: Any = copy.deepcopy(loaded.model)
+        model.set_experts_implementation(name)
+        of = replace(loaded, model=model)
+        ways["torch.compile" if compiled else f"torch, {name}"] = torch_step(of, batch, scale=scale, compiled=compiled)
+    ways["fxpar"] = fxpar_step(loaded, batch, scale, "eager")
+    if not settings.tiny:
+        ways["fxpar, inductor"] = fxpar_step(loaded, batch, scale, "inductor")
+    return _beside_torch(ways, wide_step(loaded, batch, scale), settings)
+
+
+# ------------------------------------------------------------------------------------------------------- offload
+def compare_offload(settings: Settings) -> list[Row]:
+    """The Llama of `step` under fxpar, eager."""
+    loaded = load_llama(settings, torch.bfloat16, 64 if settings.tiny else 8192)
+    batch, scale = settings.to(loaded.example_batch), loaded.scale()
+    strategies = ("dp1", "dp1+offload(0.25)", "dp1+offload(0.5)", "dp1+offload", "dp1+remat")
+    ways = {strategy: fxpar_step(loaded, batch, scale, "eager", strategy) for strategy in strategies}
+    return _beside_torch(ways, wide_step(loaded, batch, scale), settings)
 
 
 # ----------------------------------------------------------------------------------------------------- attention
@@ -356,6 +408,8 @@ def _train(
 # --------------------------------------------------------------------------------------------------------- main
 PIECES: dict[str, Callable[[Settings], list[Row]]] = {
     "step": compare_steps,
+    "experts": compare_experts,
+    "offload": compare_offload,
     "attention": compare_attention,
     "packed": compare_packing,
     "switch": compare_precisions,

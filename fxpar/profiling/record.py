@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fxpar.cost.cluster import MEASURED, ClusterSpec, ranks_per_core, usual_cluster
-from fxpar.cost.device import GPU, Device
+from fxpar.cost.device import Device
 from fxpar.profiling.points import LEAST_TRIALS, Point
 from fxpar.profiling.trials import THIN_ROWS
 
@@ -82,9 +82,14 @@ def _device(points: Sequence[Point], device: torch.device, local_world: int, thr
         attention_block={name: _short(block) for name, (_, block) in attention.items()},
         shared_by=ranks_per_core(local_world, threads) if device.type == "cpu" else 1.0,
         exposed_traffic=_exposed_traffic(by_kind.get("thin product", []), best, rates["memory_gb_per_s"] * 1e9),
-        host_gb_per_s=_short(rates["memory_gb_per_s"] / 2) if device.type == "cpu" else GPU.host_gb_per_s,
+        host_gb_per_s=_short(rates["memory_gb_per_s"] / 2 if device.type == "cpu" else _host_gb_per_s(by_kind)),
         **rates,
     )
+
+
+def _host_gb_per_s(by_kind: Mapping[str, Sequence[Point]]) -> float:
+    """Each way, of the fastest copy. (A CPU is its own host: what is moved is read and written in the same memory.)"""
+    return max(one.amount / one.seconds for one in by_kind["host copy"]) / 1e9
 
 
 def _launch_s(by_kind: Mapping[str, Sequence[Point]], device: torch.device) -> float:

@@ -23,6 +23,7 @@ HEADS, HEAD_DIM = {"cuda": 32}, 64  # as many as keep a GPU busy; on others 4
 THIN_ROWS, THIN_WIDTHS = 2048, (64, 128, 256, 512)
 KEPT_BYTES = 64 << 20  # of results: a step keeps its activations, so what comes next lies in other memory
 MEMORY_BYTES = (1 << 20, 4 << 20, 16 << 20, 32 << 20, 128 << 20)  # the last one is more than caches hold
+HOST_BYTES = (16 << 20, 64 << 20, 256 << 20)
 MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24)
 LAUNCHES = 100
 Run = Callable[[], object]
@@ -33,13 +34,14 @@ def device_series(
     device: torch.device, widths: Sequence[int] = WIDTHS, memory_bytes: Sequence[int] = MEMORY_BYTES
 ) -> list[Iterator[Trial]]:
     """Products and attention in each dtype, copies and sums in memory, launches of a tiny kernel. Thin products on a
-    CPU alone: a GPU does one in less time than Python takes to start it.
+    CPU alone: a GPU does one in less time than Python takes to start it. Copies to the host on a GPU alone.
     """
     made: list[Iterator[Trial]] = []
     for name in DTYPES:
         thin = [_thin_products(device, name)] if device.type == "cpu" else []
         made += [_products(device, name, widths), *thin, _attention(device, name)]
-    return [*made, _copies(device, memory_bytes), _sums(device, memory_bytes), _launches(device)]
+    made += [_copies(device, memory_bytes), _sums(device, memory_bytes), _launches(device)]
+    return [*made, _host_copies(device)] if device.type == "cuda" else made
 
 
 def _products(device: torch.device, name: str, widths: Sequence[int]) -> Iterator[Trial]:
@@ -102,6 +104,18 @@ def _sums(device: torch.device, sizes: Sequence[int]) -> Iterator[Trial]:
 
     for nbytes in sizes:
         yield Trial("add", "memory", nbytes, 3.0 * nbytes, partial(prepare, nbytes))
+
+
+def _host_copies(device: torch.device, sizes: Sequence[int] = HOST_BYTES) -> Iterator[Trial]:
+    """To pinned memory of the host and back, one after the other."""
+
+    def prepare(nbytes: int) -> Run:
+        (there,) = _tensors(1, nbytes, device)
+        host = torch.empty_like(there, device="cpu", pin_memory=device.type == "cuda")
+        return lambda: (host.copy_(there, non_blocking=True), there.copy_(host, non_blocking=True))
+
+    for nbytes in sizes:
+        yield Trial("host copy", "both ways", nbytes, float(nbytes), partial(prepare, nbytes), 2)
 
 
 def _launches(device: torch.device) -> Iterator[Trial]:

@@ -91,9 +91,11 @@ def test_a_gpu_is_given_kernels_ahead(monkeypatch):
         for size, s in zip((1 << 20, 1 << 25, 1 << 27), found, strict=True)
     ]
     points.append(Point("launch", "kernel", 1, 1, 15e-6))
+    points += [Point("host copy", "both ways", n, n, 10e-6 + n / 5e10) for n in (1 << 24, 1 << 28)]
     monkeypatch.setattr("fxpar.profiling.record.memory_bytes", lambda device, ranks: 1.5e11)
     cuda = _device(points, torch.device("cuda"), 1, 1)
     assert cuda.launch_us == pytest.approx(3.55, abs=0.1)
+    assert cuda.host_gb_per_s == pytest.approx(50, rel=0.01)
     assert _device(points, CPU, 1, 1).launch_us == 15
 
 

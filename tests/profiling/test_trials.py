@@ -41,7 +41,7 @@ def test_attention_keeps_a_gpu_busy():
 def test_thin_products_are_measured_where_they_take_longer_than_starting_them():
     """An H200 does each in 13 us, all of them Python's: as traffic that would be 23 times what memory gives."""
     on_gpu, on_cpu = (len(device_series(torch.device(kind))) for kind in ("cuda", "cpu"))
-    assert (on_gpu, on_cpu) == (7, 9)
+    assert (on_gpu, on_cpu) == (8, 9)  # that of a GPU has copies to its host
 
 
 def test_a_device():
