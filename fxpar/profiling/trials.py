@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.ir.mesh import Mesh
-from fxpar.profiling.points import Trial
+from fxpar.profiling.points import BESIDE, Trial
 from fxpar.torch_api.groups import is_gloo
 from fxpar.transport.groups import ProcessGroups
 
@@ -24,6 +25,7 @@ THIN_ROWS, THIN_WIDTHS = 2048, (64, 128, 256, 512)
 KEPT_BYTES = 64 << 20  # of results: a step keeps its activations, so what comes next lies in other memory
 MEMORY_BYTES = (1 << 20, 4 << 20, 16 << 20, 32 << 20, 128 << 20)  # the last one is more than caches hold
 HOST_BYTES = (16 << 20, 64 << 20, 256 << 20)
+BESIDE_WIDTH, BESIDE_BYTES = 8192, 64 << 20  # a product and a transfer that take about as long as each other
 MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24)
 LAUNCHES = 100
 Run = Callable[[], object]
@@ -34,14 +36,17 @@ def device_series(
     device: torch.device, widths: Sequence[int] = WIDTHS, memory_bytes: Sequence[int] = MEMORY_BYTES
 ) -> list[Iterator[Trial]]:
     """Products and attention in each dtype, copies and sums in memory, launches of a tiny kernel. Thin products on a
-    CPU alone: a GPU does one in less time than Python takes to start it. Copies to the host on a GPU alone.
+    CPU alone: a GPU does one in less time than Python takes to start it. On a GPU copies to the host, alone and beside
+    products.
     """
     made: list[Iterator[Trial]] = []
     for name in DTYPES:
         thin = [_thin_products(device, name)] if device.type == "cpu" else []
         made += [_products(device, name, widths), *thin, _attention(device, name)]
     made += [_copies(device, memory_bytes), _sums(device, memory_bytes), _launches(device)]
-    return [*made, _host_copies(device)] if device.type == "cuda" else made
+    if device.type == "cuda":
+        made += [_host_copies(device), _beside_host_copies(device)]
+    return made
 
 
 def _products(device: torch.device, name: str, widths: Sequence[int]) -> Iterator[Trial]:
@@ -118,6 +123,46 @@ def _host_copies(device: torch.device, sizes: Sequence[int] = HOST_BYTES) -> Ite
         yield Trial("host copy", "both ways", nbytes, float(nbytes), partial(prepare, nbytes), 2)
 
 
+def _beside_host_copies(device: torch.device) -> Iterator[Trial]:
+    def prepare() -> Run:
+        (there,), copies = _tensors(1, BESIDE_BYTES, device), torch.cuda.Stream(device)
+        host = torch.empty_like(there, device="cpu", pin_memory=True)
+
+        def start() -> None:
+            copies.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(copies):
+                host.copy_(there, non_blocking=True)
+
+        return _product_beside(device, start, lambda _: torch.cuda.current_stream(device).wait_stream(copies))
+
+    yield Trial(f"{BESIDE}host copy", "both ways", BESIDE_BYTES, 2.0 * BESIDE_WIDTH**3, prepare)
+
+
+def _beside_gathers(device: torch.device, level: str, group: dist.ProcessGroup, nbytes: int) -> Iterator[Trial]:
+    """As many gathers of this size as make BESIDE_BYTES, all begun before the product."""
+    name, degree, times = group.group_name, group.size(), BESIDE_BYTES // nbytes
+
+    def prepare() -> Run:
+        (mine,) = _tensors(1, nbytes // degree, device)
+
+        def start() -> list[Tensor]:
+            return [c10d.all_gather_into_tensor(mine, degree, name) for _ in range(times)]
+
+        return _product_beside(device, start, lambda begun: [c10d.wait_tensor(one) for one in begun])
+
+    yield Trial(f"{BESIDE}all_gather", level, BESIDE_BYTES, 2.0 * BESIDE_WIDTH**3, prepare)
+
+
+def _product_beside(device: torch.device, start: Callable[[], Any], wait: Callable[[Any], object]) -> Run:
+    a, b = (torch.randn(BESIDE_WIDTH, BESIDE_WIDTH, device=device).bfloat16() for _ in range(2))
+
+    def run() -> object:
+        begun = start()
+        return a @ b, wait(begun)
+
+    return run
+
+
 def _launches(device: torch.device) -> Iterator[Trial]:
     """As programs call them: about every other call is a view."""
 
@@ -143,6 +188,8 @@ def link_series(device: torch.device, nodes: int, sizes: Sequence[int] = MESSAGE
             group = next(one for one in made if one is not None)
             found += [_messages(device, level, members, sizes), _all_reduces(device, level, group, sizes)]
             found += [_all_gathers(device, level, group, sizes), _reduce_scatters(device, level, group, sizes)]
+            if device.type == "cuda":
+                found.append(_beside_gathers(device, level, group, sizes[-1]))
     return found
 
 

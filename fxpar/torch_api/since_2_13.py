@@ -45,8 +45,9 @@ def _make_fake(mode: Any, elem: Tensor, device: Any, *, requires_grad: bool) -> 
 
 def launch_config(*, shutdown_timeout: int, **options: Any) -> LaunchConfig:
     """LaunchConfig(...); that of 2.11 waits as long as it likes for ranks to shut down."""
-    known = {one.name for one in fields(LaunchConfig)}
-    return LaunchConfig(**options, **({"shutdown_timeout": shutdown_timeout} if "shutdown_timeout" in known else {}))
+    if "shutdown_timeout" in {one.name for one in fields(LaunchConfig)}:
+        options["shutdown_timeout"] = shutdown_timeout
+    return LaunchConfig(**options)
 
 
 make_fake: Any = fake_tensor.FakeTensor if torch.__version__ >= "2.13" else _make_fake
