@@ -90,13 +90,13 @@ def _device(points: Sequence[Point], device: torch.device, local_world: int, thr
 
 def _overlap_slowdown(by_kind: Mapping[str, Sequence[Point]]) -> float | None:
     """How much slower kernels and transfers are while they run beside each other: what the two take longer than the
-    longer one, of the time of the shorter one. The worst kind of transfer counts.
+    longer one, of the time of the shorter one. The worst level of links counts. Copies to the host slow
+    nothing down: an H200 took 1.45 ms for a product and a copy of 1.2 ms beside it, and as long without.
     """
     products = {one.amount: one.seconds for one in by_kind["product"] if one.of == "bfloat16"}
     found = []
-    for point in (one for kind, points in by_kind.items() if kind.startswith(BESIDE) for one in points):
-        transfers = [one for one in by_kind[point.kind.removeprefix(BESIDE)] if one.of == point.of]
-        largest = max(transfers, key=lambda one: one.size)
+    for point in by_kind.get(BESIDE, []):
+        largest = max((one for one in by_kind["all_gather"] if one.of == point.of), key=lambda one: one.size)
         if point.amount in products:
             alone = products[point.amount], largest.seconds * point.size / largest.size
             found.append(1 + (point.seconds - max(alone)) / min(alone))

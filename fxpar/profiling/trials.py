@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,17 +35,15 @@ def device_series(
     device: torch.device, widths: Sequence[int] = WIDTHS, memory_bytes: Sequence[int] = MEMORY_BYTES
 ) -> list[Iterator[Trial]]:
     """Products and attention in each dtype, copies and sums in memory, launches of a tiny kernel. Thin products on a
-    CPU alone: a GPU does one in less time than Python takes to start it. On a GPU copies to the host, alone and beside
-    products.
+    CPU alone: a GPU does one in less time than Python takes to start it. Copies to the host on a GPU
+    alone.
     """
     made: list[Iterator[Trial]] = []
     for name in DTYPES:
         thin = [_thin_products(device, name)] if device.type == "cpu" else []
         made += [_products(device, name, widths), *thin, _attention(device, name)]
     made += [_copies(device, memory_bytes), _sums(device, memory_bytes), _launches(device)]
-    if device.type == "cuda":
-        made += [_host_copies(device), _beside_host_copies(device)]
-    return made
+    return [*made, _host_copies(device)] if device.type == "cuda" else made
 
 
 def _products(device: torch.device, name: str, widths: Sequence[int]) -> Iterator[Trial]:
@@ -123,44 +120,21 @@ def _host_copies(device: torch.device, sizes: Sequence[int] = HOST_BYTES) -> Ite
         yield Trial("host copy", "both ways", nbytes, float(nbytes), partial(prepare, nbytes), 2)
 
 
-def _beside_host_copies(device: torch.device) -> Iterator[Trial]:
-    def prepare() -> Run:
-        (there,), copies = _tensors(1, BESIDE_BYTES, device), torch.cuda.Stream(device)
-        host = torch.empty_like(there, device="cpu", pin_memory=True)
-
-        def start() -> None:
-            copies.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(copies):
-                host.copy_(there, non_blocking=True)
-
-        return _product_beside(device, start, lambda _: torch.cuda.current_stream(device).wait_stream(copies))
-
-    yield Trial(f"{BESIDE}host copy", "both ways", BESIDE_BYTES, 2.0 * BESIDE_WIDTH**3, prepare)
-
-
 def _beside_gathers(device: torch.device, level: str, group: dist.ProcessGroup, nbytes: int) -> Iterator[Trial]:
     """As many gathers of this size as make BESIDE_BYTES, all begun before the product."""
     name, degree, times = group.group_name, group.size(), BESIDE_BYTES // nbytes
 
     def prepare() -> Run:
         (mine,) = _tensors(1, nbytes // degree, device)
+        a, b = (torch.randn(BESIDE_WIDTH, BESIDE_WIDTH, device=device).bfloat16() for _ in range(2))
 
-        def start() -> list[Tensor]:
-            return [c10d.all_gather_into_tensor(mine, degree, name) for _ in range(times)]
+        def run() -> tuple[Tensor, list[Tensor]]:
+            begun = [c10d.all_gather_into_tensor(mine, degree, name) for _ in range(times)]
+            return a @ b, [c10d.wait_tensor(one) for one in begun]
 
-        return _product_beside(device, start, lambda begun: [c10d.wait_tensor(one) for one in begun])
+        return run
 
-    yield Trial(f"{BESIDE}all_gather", level, BESIDE_BYTES, 2.0 * BESIDE_WIDTH**3, prepare)
-
-
-def _product_beside(device: torch.device, start: Callable[[], Any], wait: Callable[[Any], object]) -> Run:
-    a, b = (torch.randn(BESIDE_WIDTH, BESIDE_WIDTH, device=device).bfloat16() for _ in range(2))
-
-    def run() -> object:
-        begun = start()
-        return a @ b, wait(begun)
-
-    return run
+    yield Trial(BESIDE, level, BESIDE_BYTES, 2.0 * BESIDE_WIDTH**3, prepare)
 
 
 def _launches(device: torch.device) -> Iterator[Trial]:

@@ -47,7 +47,7 @@ def test_runs(script, capfd, tmp_path, name):
     assert (tmp_path / "found.json").stat().st_size > 2
 
 
-@pytest.mark.parametrize("piece", ["step", "attention", "packed", "switch"])
+@pytest.mark.parametrize("piece", ["step", "experts", "offload", "attention", "packed", "switch"])
 def test_pieces_for_a_gpu_run(script, capfd, piece):
     run(script("gpu_single").main, piece, "--device", "cpu", "--tiny")
     assert capfd.readouterr().out.strip()

@@ -108,7 +108,7 @@ def test_kernels_and_transfers_beside_each_other(seconds, slowdown):
     by_kind = {
         "product": [Point("product", "bfloat16", 8, 8e9, 1.2e-3), Point("product", "float32", 8, 8e9, 9e-3)],
         "all_gather": [Point("all_gather", of, n, n, n * 1e-10) for of, n in (("intra", 10**6), ("inter", 10**7))],
-        "product beside all_gather": [Point("product beside all_gather", "intra", 4 * 10**6, 8e9, seconds)],
+        "product beside gathers": [Point("product beside gathers", "intra", 4 * 10**6, 8e9, seconds)],
     }
     assert _overlap_slowdown(by_kind) == pytest.approx(slowdown)
 
