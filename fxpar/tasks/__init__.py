@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from fxpar.tasks.contract import TaskStep
-from fxpar.tasks.plan import plan_tasks
+from fxpar.tasks.plan import captured, plan_tasks
 
-__all__ = ["TaskStep", "plan_tasks"]
+__all__ = ["TaskStep", "captured", "plan_tasks"]

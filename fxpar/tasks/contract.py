@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -17,10 +17,10 @@ from fxpar.cost.ops import SizesAt
 from fxpar.errors import TaskGraphError
 from fxpar.ir.fqn import common_module
 from fxpar.ir.graph import LogicalGraph, run_dims
-from fxpar.ir.node_meta import fqn_of, is_backward, tensor_metas
+from fxpar.ir.node_meta import is_backward, tensor_metas
 from fxpar.ops.traits import is_view
 from fxpar.stages.nodes import producer
-from fxpar.tasks.layers import Forward, Layers
+from fxpar.tasks.layers import Forward
 from fxpar.tasks.parts import Part, modules_of, parts_of
 from fxpar.waves.chains import Chain
 

@@ -12,8 +12,8 @@ from functools import cached_property
 
 from torch import fx
 
-from fxpar.cost.cluster import USUAL
 from fxpar.cost.calls import busy_s
+from fxpar.cost.cluster import USUAL
 from fxpar.cost.ops import SizesAt, is_kernel, touched
 from fxpar.ir.graph import LogicalGraph, run_dims
 from fxpar.ir.node_meta import fqn_of, is_backward, tensor_metas

@@ -6,11 +6,31 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from torch import nn
+
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.passes.pack_documents import packed_if_proved
+from fxpar.precision import Precision, with_precision
+from fxpar.runtime.options import as_precision, capture_step
+from fxpar.runtime.reading import is_row_of_tokens
+from fxpar.runtime.task import Task
 from fxpar.tasks.contract import TaskStep, contract
 from fxpar.tasks.times import task_graph
+from fxpar.tracer.finish import without_unread
 from fxpar.waves import Devices, plan_waves
 from fxpar.waves.chains import TasksPlan
+
+
+def captured(model: nn.Module, task: Task, batches: int = 1, precision: Precision | str | None = None) -> TaskStep:
+    """What a task of `fxpar.parallelize(tasks=...)` does with so many batches like its example, in this precision. The
+    model may be on the meta device. Raises the errors of `fxpar.capture`, PrecisionSyntaxError.
+    """
+    if task.compiled is not None:
+        return TaskStep(task.compiled.logical, batches)
+    logical = without_unread(capture_step(model, task.loss, task.example, task.dynamic, tell_unused=False))
+    if is_row_of_tokens(logical):
+        logical = packed_if_proved(logical)[0]
+    return TaskStep(with_precision(logical, as_precision(precision)), batches)
 
 
 def plan_tasks(tasks: Mapping[str, TaskStep], cluster: ClusterSpec, devices: int | None = None) -> TasksPlan:

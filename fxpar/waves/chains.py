@@ -43,14 +43,19 @@ class Assignment:
 
 @dataclass(frozen=True)
 class TasksPlan:
-    """A plan, and the chain of each MetaOp of its graph."""
+    """A plan, and the chain of each MetaOp of its graph; none where the plan is of costs without a model."""
 
     plan: WavePlan
-    chains: tuple[Chain, ...]
+    chains: tuple[Chain, ...] = ()
+
+    @property
+    def strategies(self) -> dict[tuple[int, int], str]:
+        """By MetaOp (its place) and number of devices."""
+        return {(m, width): one for m, chain in enumerate(self.chains) for width, one in chain.strategies.items()}
 
     @cached_property
     def assignments(self) -> tuple[Assignment, ...]:
-        """By piece of the plan, in the order of their forwards; backwards run in reverse."""
+        """By piece of the plan. `plan.step.runs` has their forwards and backwards in the order in which they start."""
         waves = {piece: number for number, members in enumerate(self.plan.waves) for piece in members}
         return tuple(self._assignment(at, waves[at]) for at in range(len(self.plan.pieces)))
 
