@@ -1,4 +1,4 @@
-"""`fxpar tasks plan`: waves over several tasks, from a file of costs or of a model. Only for a model is torch imported."""
+"""`fxpar tasks plan`: waves over several tasks, from a file of costs, without torch, or from that of a model."""
 
 from __future__ import annotations
 
