@@ -67,9 +67,7 @@ def read_model_tasks(path: str, devices: int | None, devices_per_node: int) -> M
         raise TasksFileError(path, "", f"it cannot be read: {error}", "Name a TOML file") from None
     except ValueError as error:
         raise TasksFileError(path, "", str(error), "Write model = ..., and a table [tasks.NAME] for each") from None
-    _check(path, "", data, _KEYS, ("model", "tasks"))
-    if not data["tasks"]:
-        raise TasksFileError(path, "tasks", "there is none", "Write a table [tasks.NAME] for each")
+    check_keys(path, data)
     count = data.get("devices", 1) if devices is None else devices
     if count < 1:
         raise TasksFileError(path, "devices", f"{count} is no number of devices", "Write 1 or more")
@@ -78,6 +76,16 @@ def read_model_tasks(path: str, devices: int | None, devices_per_node: int) -> M
         tasks = {name: _task(path, name, one, model) for name, one in data["tasks"].items()}
     cluster = ClusterSpec.from_file(data["cluster"]) if "cluster" in data else usual_cluster(count, devices_per_node)
     return ModelTasks(path, model, tasks, of_ranks(cluster, count), data.get("precision"))
+
+
+def check_keys(path: str, data: object) -> None:
+    """Raises TasksFileError for keys that no such file has, or values of another kind."""
+    _check(path, "", data, _KEYS, ("model", "tasks"))
+    assert isinstance(data, dict)
+    if not data["tasks"]:
+        raise TasksFileError(path, "tasks", "there is none", "Write a table [tasks.NAME] for each")
+    for name, one in data["tasks"].items():
+        _check(path, f"tasks.{name}", one, _TASK_KEYS, ())
 
 
 def _model(spec: str) -> Model:
@@ -97,10 +105,8 @@ def _function(spec: str) -> Callable[..., Any]:
     return find_function(spec, place, name)
 
 
-def _task(path: str, name: str, data: object, model: Model) -> tuple[Task, int]:
+def _task(path: str, name: str, data: Mapping[str, Any], model: Model) -> tuple[Task, int]:
     where = f"tasks.{name}"
-    _check(path, where, data, _TASK_KEYS, ())
-    assert isinstance(data, dict)
     loss = _function(data["loss"]) if "loss" in data else model.loss
     if loss is None:
         raise TasksFileError(path, where, "it has no loss, nor has the model", 'Write loss = "file.py:function"')
