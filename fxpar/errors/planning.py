@@ -204,6 +204,14 @@ class TaskGraphError(FxparError):
         super().__init__(f"{one_line(where, 200)}: {why}. {do}")
 
 
+class TasksFileError(FxparError):
+    """A file of a model and its tasks that says what cannot be; `key` ("" for the whole of it) is where."""
+
+    def __init__(self, path: str, key: str, why: str, do: str) -> None:
+        where = one_line(repr(path) + (f", {key}" if key else ""), 200)
+        super().__init__(f"{where}: {why}. {do}")
+
+
 class FitsNoDevicesError(FxparError):
     """A MetaOp that no allowed number of devices can run."""
 
