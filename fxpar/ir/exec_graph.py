@@ -32,7 +32,7 @@ from fxpar.ir.node_meta import comm_of, fqn_of, fused_count, is_backward
 from fxpar.ir.serialize import OpOverload, graph_from_data, graph_to_data, target_name
 from fxpar.ir.strategy import Strategy
 
-Source = tuple[Literal["input", "prologue", "body", "forward", "backward", "input_part"], int]
+Source = tuple[Literal["input", "prologue", "body", "forward", "backward", "input_part", "early"], int]
 
 
 @dataclass

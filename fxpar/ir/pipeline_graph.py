@@ -13,13 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxpar.ir.axes import STAGES
-from fxpar.ir.exec_graph import ExecGraph, Part, Program, Stored
+from fxpar.ir.exec_graph import ExecGraph, Part, Program, Stored, cut_part
 from fxpar.ir.graph import run_dims
 from fxpar.ir.handover import Handover
 from fxpar.ir.mesh import Mesh
+
+_SIZE = torch.ops.aten.sym_size.int
 
 
 @dataclass(kw_only=True)
@@ -57,6 +60,45 @@ class StageProgram(Program):
             else:
                 graph.erase_node(node)
         return Part(graph, tuple(sources))
+
+    @functools.cached_property
+    def early(self) -> Part | None:
+        """What of the forward reads parameters, and of what is received only sizes: a tower of its own, which runs while
+        the stage before does. Its results are what `late` reads of it. None if there is no such work.
+        """
+        return None if self._halves is None else self._halves[0]
+
+    @functools.cached_property
+    def late(self) -> Part | None:
+        """The forward without what `early` has done; its results are those of `forward`."""
+        return None if self._halves is None else self._halves[1]
+
+    @functools.cached_property
+    def _halves(self) -> tuple[Part, Part] | None:
+        sources = dict(zip(self.forward.graph.find_nodes(op="placeholder"), self.forward.sources, strict=True))
+        kinds = {node: part if part == "prologue" else self.inputs[i].kind for node, (part, i) in sources.items()}
+        calls = [node for node in self.forward.graph.nodes if node.op == "call_function"]
+
+        def made_of(*wanted: str) -> set[fx.Node]:
+            found = {node for node, kind in kinds.items() if kind in wanted}
+            for node in calls:
+                # The size of what is received is known before it is there.
+                if node.target is not _SIZE and any(operand in found for operand in node.all_input_nodes):
+                    found.add(node)
+            return found
+
+        came = made_of("received")
+        work = made_of("batch") & made_of("param", "prologue") - came
+        if not work or not came & set(calls):
+            return None
+        first = [node for node in calls if node not in came]
+        rest, results = [node for node in calls if node in came], self.forward.results
+        read = {operand for node in rest for operand in node.all_input_nodes} | set(results)
+        handed = [node for node in first if node in read]
+        place = {node: i for node, (part, i) in sources.items() if part == "input"}
+        slots = {"prologue": {node: i for node, (part, i) in sources.items() if part == "prologue"}}
+        slots["early"] = {node: i for i, node in enumerate(handed)}
+        return cut_part(first, handed, place, slots), cut_part(rest, results, place, slots)
 
     def taken(self, kind: str) -> dict[str, Stored]:
         """How the inputs of a kind lie, by FQN, in order."""

@@ -174,6 +174,7 @@ class BoundPipeline:
             elif isinstance(step, Receive):
                 self._receive(step.transfer, plan, group)
             elif isinstance(step, Wait):
+                self._begin(step.transfer, group)
                 with spans.span("wait", step.transfer.micro_batch, step.transfer.target):
                     self._wait(step.transfer, group)
             else:
@@ -298,6 +299,15 @@ class BoundPipeline:
                     buffer = place if place.is_contiguous() else torch.empty_like(place)
                     work = self._channels.receive(buffer, message.source)
                     arriving.append(_Arriving(handover.fqn, value, place, buffer, work))
+
+    def _begin(self, transfer: Transfer, group: _Group) -> None:
+        """While activations come, the forward that needs them does what it needs none for."""
+        if transfer.what == "activation":
+            number, stage = transfer.micro_batch, self.stages[transfer.target]
+            run = group.micro_batches[number]
+            batch = local_batch(stage.program, self._batch(number, group), self.rank, self._device)
+            coming = {each.fqn: each.value for each in group.arriving[transfer]}
+            stage.begin(number, batch, coming, run.scale, run.seed, run.idle)
 
     def _wait(self, transfer: Transfer, group: _Group) -> None:
         found = {}

@@ -43,6 +43,8 @@ class FakeModel(nn.Module):
                 groups.append(group_report(limit, strategy, mine))
         return SimpleNamespace(
             metrics={"accuracy": 0.5},
+            tasks={},
+            sequences=len(sequences),
             loss=math.nan if skipped else float(loss.detach() / valid),
             tokens=valid + len(sequences),
             valid_tokens=valid,
