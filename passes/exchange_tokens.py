@@ -39,7 +39,7 @@ from fxpar.ir.pass_base import Tier, tensor_operands
 from fxpar.ir.strategy import Strategy
 from fxpar.ops import copies
 from fxpar.ops.traits import BY_EXPERT, EXPERT_PRODUCTS_BACKWARD, SIZES
-from fxpar.rules.slots import Rows, has_tokens, is_by_token, rows_of, shapes_of
+from fxpar.rules.slots import Rows, has_tokens, is_by_token, ranks_alike, rows_of, shapes_of
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 # Lookups in tables of a row per expert: op -> where the ids stand.
@@ -119,6 +119,7 @@ class _Exchange:
         self.ranks = graph.strategy.mesh.degree(group.axis)
         shape: Any = local_tensor(group.ids).shape
         self.tokens, self.slots = shape
+        self.alike = ranks_alike(group.members[0])
         mean = copies.mean_copies(self.slots, group.experts, self.ranks)
         most = min(self.slots, self.ranks)
         self.sent_rows = run_count(mean, most, self.tokens, 2 * number)
@@ -235,6 +236,7 @@ class _Exchange:
         self.received[ids] = raw = self._send(ids)
         each, meta = self.group.experts // self.ranks, local_tensor(raw)
         self.numbered = self._call(copies.own_ids, (raw, each, f"#{axis}", True), meta)
+        self.numbered.meta["experts"] = (axis, self.alike)
         self.masked = self._call(copies.own_ids, (raw, each, f"#{axis}", False), meta)
         self.size = self._call(aten.sym_size.int, (raw, 0), None)
         del self.size.meta["tensor"], self.size.meta["local"]

@@ -27,6 +27,7 @@ from fxpar.ir.graph import AnnotatedGraph, TensorMeta
 from fxpar.ir.node_meta import local_meta, local_tensor, size_of
 from fxpar.ir.pass_base import Tier, tensor_operands
 from fxpar.ops.traits import is_elementwise
+from fxpar.rules.slots import ranks_alike
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 
@@ -204,6 +205,7 @@ class _Sorting:
             made = self._call(node, own.route_rows.default, key, (order, counts))
             first = self._call(node, operator.getitem, (made, 0), order)
             second = self._call(node, operator.getitem, (made, 1), counts)
+            second.meta["experts"] = ids.meta.get("experts") or ("", ranks_alike(node))
             self.routes[key] = _Route(first, second, tokens, slots)
         return self.routes[key]
 

@@ -61,6 +61,7 @@ class BoundStage(TrainRunner[StageProgram]):
         """
         given = {"batch": batch, "received": received, "scale": 0.0 if idle else scale, "seed": seed}
         tables = {"input": self.fill(given)}
+        self.expert_rows.idle = idle
         results = tables["forward"] = self.call("forward", self.gather("forward", tables))
         ends = self.sums.setdefault("forward", [None] * self._ends.stop)
         for i in self._ends:

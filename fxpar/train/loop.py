@@ -132,6 +132,7 @@ def one_step(training: Training, step: int) -> StepRecord:
         predicted_s=report.predicted_s,
         replanned=replanned,
         metrics=report.metrics,
+        experts={load.module: load.figures() for load in report.experts},
     )
 
 
