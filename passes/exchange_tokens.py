@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
@@ -122,8 +123,9 @@ class _Exchange:
         self.alike = ranks_alike(group.members[0])
         mean = copies.mean_copies(self.slots, group.experts, self.ranks)
         most = min(self.slots, self.ranks)
-        self.sent_rows = run_count(mean, most, self.tokens, 2 * number)
-        self.received_rows = run_count(mean, self.ranks, self.tokens, 2 * number + 1)
+        self.sent_rows = run_count(mean, most, self.tokens, 3 * number)
+        self.received_rows = run_count(mean, self.ranks, self.tokens, 3 * number + 1)
+        self.own_rows = run_count(Fraction(self.slots), self.slots * self.ranks, self.tokens, 3 * number + 2)
         self.received: dict[fx.Node, fx.Node] = {}  # a value of the rank's own tokens -> that of the copies it gets
         self.here: fx.Node | None = None  # the call in front of which nodes are made
         self.whole: dict[fx.Node, dict[str, Any]] = {}  # how values lie that are made of copies now
@@ -236,7 +238,8 @@ class _Exchange:
         self.received[ids] = raw = self._send(ids)
         each, meta = self.group.experts // self.ranks, local_tensor(raw)
         self.numbered = self._call(copies.own_ids, (raw, each, f"#{axis}", True), meta)
-        self.numbered.meta["experts"] = (axis, self.alike)
+        order = TensorMeta((self.own_rows,), torch.int64), TensorMeta((each,), torch.int64)
+        self._call(copies.own_rows, (self.numbered, each), order).meta["experts"] = (axis, self.alike)
         self.masked = self._call(copies.own_ids, (raw, each, f"#{axis}", False), meta)
         self.size = self._call(aten.sym_size.int, (raw, 0), None)
         del self.size.meta["tensor"], self.size.meta["local"]

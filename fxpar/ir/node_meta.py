@@ -37,8 +37,7 @@ NodeMeta = TypedDict(
         "chunk": int,  # the loss runs in chunks of tokens: of which this is a part, or the result of all
         "again": bool,  # computed a second time, in the backward, or fetched there from the host
         "host": bool,  # the value lies in memory of the host
-        # On ids of the experts of copies and on counts of rows by expert: the axis over which experts are apart ("" for
-        # none), and how many ranks have each row.
+        # On counts of rows by expert: the axis over which experts are apart, "" for none; how many ranks have each row.
         "experts": tuple[str, int],
         "pass": str,  # name of the pass that made the node; nodes of the capture have none
         # Of the placement search: nodes that decide together.
@@ -129,8 +128,8 @@ def is_again(node: fx.Node) -> bool:
 
 
 def counted_by(node: fx.Node) -> tuple[str, int]:
-    """Of counts of rows by expert, and of the ids of copies: the axis over which experts are apart ("" for none), and
-    how many ranks have each row: they share its work. Of any other node ("", 0).
+    """Of counts of rows by expert: the axis over which experts are apart ("" for none), and how many ranks have each
+    row: they share its work. Of any other node ("", 0).
     """
     return node.meta.get("experts", ("", 0))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,7 @@ def _layers(nodes: Iterable[fx.Node], mesh: Mesh) -> list[tuple[fx.Node, _Layer]
     found = []
     for node in nodes:
         axis, alike = counted_by(node)
-        if alike and node.target is operator.getitem and not is_backward(node) and not is_again(node):
+        if alike and node.op == "call_function" and not is_backward(node) and not is_again(node):
             here: Any = local_tensor(node).shape[0]
             found.append((node, _Layer(fqn_of(node), here * (mesh.degree(axis) if axis else 1), axis, alike)))
     return found
