@@ -206,7 +206,8 @@ class _Sorting:
                 metas = TensorMeta((tokens * slots,), torch.int64), TensorMeta((experts,), torch.int64)
                 made = self._call(node, own.route_rows.default, key, metas)
                 made.meta["experts"] = "", ranks_alike(node)
-            order, counts = local_meta(made)  # type: ignore[misc]
+            results: Any = local_meta(made)
+            order, counts = results
             first = self._call(node, operator.getitem, (made, 0), order)
             second = self._call(node, operator.getitem, (made, 1), counts)
             second.meta["experts"] = made.meta.pop("experts")

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from fxpar import expert_mm, losses, weighted_sum
 from fxpar.annotate.experts import check_experts
+from fxpar.checking import check
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ExpertIdsError, ExpertsDivideError, NoExpertsError, VerifyError
 from fxpar.graph_files import load_graph, save_graph
 from fxpar.ir.counts import RunCount
@@ -125,6 +127,27 @@ def test_products_in_between_run_where_the_experts_are() -> None:
     assert {str(n.meta["local"].shape[0]) for n in products} == {"count2"}
     counted = [n for n in graph.nodes if n.target is copies.copies]
     assert len(counted) == 1  # for forward and backward
+
+
+# Links between nodes a tenth as fast as inside of them.
+TWO_NODES = ClusterSpec(2, 2, 100.0, 10.0, 0.0)
+
+
+def test_tokens_go_to_a_node_once() -> None:
+    """Between nodes as many rows as tokens have nodes, in each direction; results are what they were."""
+    rows = pack_documents(moe().graph)
+    found = lower(rows, "ep4+remat", cluster=TWO_NODES)
+    (result,) = check(rows, [found], moe().params, moe().buffers, moe().batches)
+    assert result.ok, result
+    sent = [c for c in found.communications() if any(isinstance(size, RunCount) for size in c.sent.shape)]
+    between = [c for c in sent if c.axis == "ep:(1)2"]
+    inside = [c for c in sent if c.axis == "ep:(2)2"]
+    T = found.dims[0].symbol
+    tokens, nodes = T / 4, copies.mean_copies(SLOTS, EXPERTS, 2)
+    assert {(c.sent.shape[0].args[0] / tokens, c.sent.shape[0].bound / tokens) for c in between} == {(nodes, 2)}
+    for hop in (between, inside):
+        print([(c.backward, c.sent.shape, c.sent.dtype) for c in hop])
+    assert len(between) + len(inside) == len(sent)
 
 
 def test_routes_are_told_once_under_recomputation() -> None:
