@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 
@@ -41,13 +42,15 @@ def _splits(mesh: Mesh, axis: str) -> Iterator[tuple[str, str]]:
 def _seconds(
     mesh: Mesh, way: tuple[str, ...], cluster: ClusterSpec, slots: int, experts: int, sent_bytes: int
 ) -> Fraction:
-    """Of balanced routes; a rank's own copies stay."""
+    """Of balanced routes. Links inside of a node and between nodes carry at the same time; a rank's own copies stay."""
     total, ranks = Fraction(0), 1
     for axis in way:
         ranks *= mesh.degree(axis)
-        leave = Fraction(mesh.degree(axis) - 1, mesh.degree(axis))
-        latency_s, per_byte_s = cluster.collective_s("all_to_all", crosses_nodes(mesh, axis, cluster))
-        total += latency_s + mean_copies(slots, experts, ranks) * leave * sent_bytes * per_byte_s
+        sent = mean_copies(slots, experts, ranks) * sent_bytes / mesh.degree(axis)  # to each rank
+        beside = [Counter(map(cluster.node_of, group)) for group in mesh.groups(tuple(axis.split(".")))]
+        inside = sent * (max(max(nodes.values()) for nodes in beside) - 1)
+        between = sent * max(nodes.total() - min(nodes.values()) for nodes in beside)
+        total += cluster.latency_s + max(inside / cluster.bytes_per_s(False), between / cluster.bytes_per_s(True))
     return total
 
 
