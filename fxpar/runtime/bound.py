@@ -39,6 +39,7 @@ class BoundGraph(TrainRunner[ExecGraph]):
         `idle`: this replica has no micro-batch left but must take part in the others' collectives (ZeRO-2 and 3). It
         adds exact zeros and leaves the buffers alone; `batch` is any that has run before.
         """
+        self.expert_rows.idle = idle
         inputs = self.fill({"batch": batch, "scale": 0.0 if idle else scale, "seed": seed})
         operands, sums = self.gather("body", {"input": inputs}), self.sums.get("body")
         if sums is None:
@@ -70,9 +71,9 @@ class BoundGraph(TrainRunner[ExecGraph]):
 
     def finish(self) -> dict[str, Any]:
         """End a group: reduce. Returns {"loss": ..., "metrics": {name: sum}, "grads": {fqn: local}, "buffers": {fqn:
-        tensor}}, without a loss if the graph has none.
+        tensor}, "experts": what `ExpertRows.take` gives}, without a loss if the graph has none.
         """
-        found: dict[str, Any] = {"metrics": {}, "grads": {}, "buffers": {}}
+        found: dict[str, Any] = {"metrics": {}, "grads": {}, "buffers": {}, "experts": self.expert_rows.take()}
         for (kind, fqn), value in self.reduce().items():
             found["metrics" if kind == "loss" else f"{kind}s"][fqn] = value
         if "loss" in found["metrics"]:

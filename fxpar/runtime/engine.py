@@ -31,6 +31,7 @@ from fxpar.cost.group_cost import Cost
 from fxpar.errors import ModelLengthError, NoGradError, ReplanError
 from fxpar.runtime.ahead import PlansAhead
 from fxpar.runtime.binding import Bound
+from fxpar.runtime.expert_rows import expert_layers
 from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.loss_scaler import LossScaler
 from fxpar.runtime.micro import MicroRun, replica_of
@@ -138,6 +139,11 @@ class Engine:
     def trained(self) -> set[str]:
         """Parameters that get a gradient."""
         return {out.fqn for bound in self.bound.values() for out in bound.program.outputs if out.kind == "grad"}
+
+    @cached_property
+    def expert_layers(self) -> dict[str, int]:
+        """How many experts there are by module, the same on all ranks."""
+        return expert_layers(self.gradients.programs.values())
 
     def plan(self, sequences: Sequence[Sequence_]) -> BatchPlan:
         """What `step` would run, in that order. Raises the errors of `fxpar.batching`."""

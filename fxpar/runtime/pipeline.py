@@ -184,7 +184,7 @@ class BoundPipeline:
 
     def finish(self) -> dict[str, Any]:
         """End a group: reduce. Returns {"loss": ..., "metrics": {name: sum}, "grads": {fqn: local}, "buffers": {fqn:
-        tensor}}.
+        tensor}, "experts": as of a `BoundGraph`}.
 
         Loss, metrics and buffers are those of all stages; a gradient is what this rank's stages give: of a parameter on
         several stages one term of the sum.
@@ -203,7 +203,14 @@ class BoundPipeline:
                     value = made.get(stage.index, {}).get((kind, fqn))
                     shared[kind][fqn] = self._broadcast(value, stored, source)
         loss = shared["loss"].pop("loss")
-        return {"loss": loss, "metrics": shared["loss"], "grads": grads, "buffers": shared["buffer"]}
+        experts = {fqn: rows for stage in self.stages.values() for fqn, rows in stage.expert_rows.take().items()}
+        return {
+            "loss": loss,
+            "metrics": shared["loss"],
+            "grads": grads,
+            "buffers": shared["buffer"],
+            "experts": experts,
+        }
 
     def run_forward(self, micro_batches: Sequence[MicroRun]) -> dict[str, Tensor]:
         """Forwards alone, after `prepare`: the "loss" and metrics of all micro-batches of all replicas, by name.

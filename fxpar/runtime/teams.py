@@ -79,7 +79,7 @@ class BoundElsewhere:
     def finish(self) -> dict[str, Any]:
         """Results as of `BoundGraph.finish`: this rank has none."""
         sums = self.run_forward(())
-        return {"loss": sums.pop("loss"), "metrics": sums, "grads": {}, "buffers": {}}
+        return {"loss": sums.pop("loss"), "metrics": sums, "grads": {}, "buffers": {}, "experts": {}}
 
     def run_forward(self, micro_batches: Sequence[MicroRun]) -> dict[str, Tensor]:
         """As `BoundPipeline.run_forward`: zeros."""

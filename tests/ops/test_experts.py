@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxpar.ops  # noqa: F401  registers the ops
 from fxpar.errors import OpInputError, UnsupportedOpError
+from fxpar.ops.copies import own_rows
 
 own = torch.ops.fxpar
 N, D, F = 7, 5, 3
@@ -46,10 +49,14 @@ def by_token(x: Tensor, w: Tensor, p: Tensor, ids: Tensor) -> Tensor:
     return own.weighted_sum(rows, p)
 
 
-def by_parts(x: Tensor, w: Tensor, p: Tensor, ids: Tensor) -> Tensor:
-    order, counts = own.route_rows(ids, w.shape[0])
-    rows = own.grouped_mm(own.dispatch(x, order, ids.shape[1]), w, counts)
-    return own.combine(rows, p, order, ids.shape[1])
+def by_parts(x: Tensor, w: Tensor, p: Tensor, ids: Tensor, route: Any = own.route_rows) -> Tensor:
+    order, counts = route(ids, w.shape[0])
+    rows = own.grouped_mm(own.dispatch(x, order, ids), w, counts)
+    return own.combine(rows, p, order, ids)
+
+
+def by_own_parts(x: Tensor, w: Tensor, p: Tensor, ids: Tensor) -> Tensor:
+    return by_parts(x, w, p, ids, own_rows)
 
 
 @pytest.mark.gpu
@@ -75,7 +82,7 @@ def test_kernels_of_a_gpu(way, routing, dtype, tolerance, width, inner):
         assert difference <= tolerance * want.norm()
 
 
-@pytest.mark.parametrize("way", [by_token, by_parts])
+@pytest.mark.parametrize("way", [by_token, by_parts, by_own_parts])
 @pytest.mark.parametrize("routing", ["spread", "alike", "absent"])
 @pytest.mark.parametrize(("slots", "experts"), [(1, 1), (1, 4), (2, 4), (3, 16), (8, 8)])
 def test_a_loop_over_tokens_gives_the_same(way, routing, slots, experts):
@@ -94,6 +101,8 @@ def test_rows_of_an_expert_stay_in_order_and_others_come_last():
     order, counts = own.route_rows(torch.tensor([[2, 0], [0, 5], [-1, 2]], dtype=torch.int32), 3)
     assert order.tolist() == [1, 2, 0, 5, 3, 4]
     assert counts.tolist() == [2, 0, 2]
+    order, counts = own_rows(torch.tensor([[2, 0], [0, 5], [-1, 2]]), 3)
+    assert (order.tolist(), counts.tolist()) == ([1, 2, 0, 5], [2, 0, 2])
 
 
 def test_no_tokens():

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxpar import expert_mm, losses, weighted_sum
 from fxpar.annotate.experts import check_experts
+from fxpar.checking import check
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ExpertIdsError, ExpertsDivideError, NoExpertsError, VerifyError
 from fxpar.graph_files import load_graph, save_graph
 from fxpar.ir.counts import RunCount
@@ -122,9 +126,32 @@ def test_products_in_between_run_where_the_experts_are() -> None:
     graph = program("ep4").body.graph
     products = [n for n in graph.nodes if n.target is own.grouped_mm.default]
     assert len(products) == 4
-    assert {str(n.meta["local"].shape[0]) for n in products} == {"2*count1"}
+    assert {str(n.meta["local"].shape[0]) for n in products} == {"count2"}
     counted = [n for n in graph.nodes if n.target is copies.copies]
     assert len(counted) == 1  # for forward and backward
+
+
+# Links between nodes a tenth as fast as inside of them.
+TWO_NODES = ClusterSpec(2, 2, 100.0, 10.0, 0.0)
+
+
+def test_tokens_go_to_a_node_once() -> None:
+    """Between nodes as many rows as tokens have nodes, in each direction; results are what they were."""
+    rows = pack_documents(moe().graph)
+    found = lower(rows, "ep4", cluster=TWO_NODES)
+    (result,) = check(rows, [found], moe().params, moe().buffers, moe().batches)
+    assert result.ok, result
+    sent = [c for c in found.communications() if any(isinstance(size, RunCount) for size in c.sent.shape)]
+    assert {c.axis for c in sent} == {"ep:(1)2", "ep:(2)2"}
+    tokens = found.dims[0].symbol / 4
+    for axis, ranks in (("ep:(1)2", 2), ("ep:(2)2", 4)):
+        hop = [c for c in sent if c.axis == axis]
+        mean = copies.mean_copies(SLOTS, EXPERTS, ranks)
+        assert {c.sent.shape[0].args[0] / tokens for c in hop} == {sympy.Rational(mean.numerator, mean.denominator)}
+        widths = {
+            side: sorted(math.prod(c.sent.shape[1:]) for c in hop if c.backward == side) for side in (False, True)
+        }
+        assert widths == {False: [SLOTS, SLOTS, WIDTH, WIDTH], True: [SLOTS, WIDTH, WIDTH]}
 
 
 def test_routes_are_told_once_under_recomputation() -> None:
