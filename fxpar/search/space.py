@@ -120,14 +120,18 @@ def _of_shape(remat: Remat | None, shape: Strategy) -> Remat | None:
 
 
 # How the ranks of a replica may be used in a module: an axis, and whether it needs the links inside of a node. A layout
-# is a product of them, outermost first. Bins are not among them: they are for attention, see
-# `in_bins`. Rings and experts are not searched.
+# is a product of them, outermost first. Bins are not among them: they are for attention, see `in_bins`; nor is what is
+# for modules with experts alone. Rings are not searched.
 ROLES = tuple((axis, USES[axis] == "weights") for axis in reversed(ROLE_AXES) if axis not in (BINS, EXPERTS, RING))
 
 
-def role_layouts(ranks: int, per_node: int) -> list[Axes]:
-    """All layouts of so many ranks, axes of degree 1 left out."""
-    found: list[Axes] = [()]
+def role_layouts(ranks: int, per_node: int, experts: int = 1) -> list[Axes]:
+    """All layouts of so many ranks, axes of degree 1 left out; for a module with experts also with ep of a divisor of
+    their number.
+    """
+    found: list[Axes] = [
+        ((EXPERTS, degree),) if degree > 1 else () for degree in range(1, ranks + 1) if experts % degree == 0
+    ]
     for name, inside_node in ROLES:
         left = [(axes, ranks // math.prod(degree for _, degree in axes)) for axes in found]
         found = [

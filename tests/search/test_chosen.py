@@ -53,4 +53,4 @@ def test_experts_are_apart_where_their_weights_do_not_fit_twice():
     assert (roomy.plans[0].strategies, tight.plans[0].strategies) == (("dp2",), ("ep2",))
     assert max(tight.plans[0].memory_bytes.values()) <= 4_600_000 < roomy.plans[0].memory_bytes["dp2"]
     assert all(found.lower_bound_s <= found.plans[0].predicted_s for found in (roomy, tight))
-    assert not roomy.refused and not tight.refused
+    assert roomy.refused == tight.refused == {}
