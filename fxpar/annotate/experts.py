@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import fx
@@ -14,6 +15,7 @@ from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.node_meta import fqn_of, input_kind, tensor_of
 from fxpar.ir.pass_base import tensor_operands
 from fxpar.ir.strategy import Strategy
+from fxpar.ops.copies import mean_copies
 from fxpar.ops.traits import EXPERT_PRODUCTS, EXPERT_PRODUCTS_BACKWARD
 from fxpar.rules.view import is_op
 
@@ -47,6 +49,43 @@ def experts_degree(strategy: Strategy, rule: int | None) -> int:
     return math.prod(strategy.degree(atom) for atom in strategy.atoms if strategy.axis_in(atom, rule) == EXPERTS)
 
 
+def _rules_of_experts(strategy: Strategy) -> set[int | None]:
+    """The rules that cut experts, None for what no rule says."""
+    layouts = [None, *(i for i, rule in enumerate(strategy.rules) if rule.axes)]
+    return {rule for rule in layouts if experts_degree(strategy, rule) > 1}
+
+
+def experts_of(logical: LogicalGraph) -> int:
+    """What a degree of ep must divide: the number of experts, or the largest that divides those of all layers; 1 for a
+    model without experts.
+    """
+    products = (node for node in logical.gm.graph.nodes if node.target in EXPERT_PRODUCTS)
+    return math.gcd(*(int(tensor_of(node.args[1]).shape[0]) for node in products)) or 1
+
+
+def balanced_routes(logical: Callable[[], LogicalGraph], strategies: Iterable[Strategy]) -> tuple[str, ...]:
+    """What predictions under ep assume of a router, in a sentence for each degree and kind of layer; none without ep,
+    which takes no graph.
+    """
+    alone = [block for strategy in strategies for block in strategy.blocks or (strategy,)]
+    alone = [one for one in alone if _rules_of_experts(one)]
+    found: dict[str, None] = {}
+    for node in logical().gm.graph.nodes if alone else ():
+        if node.target in EXPERT_PRODUCTS:
+            slots, experts = tensor_of(node.args[2]).shape[-1], tensor_of(node.args[1]).shape[0]
+            degrees = {experts_degree(one, one.rule_of(fqn_of(node))) for one in alone} - {1}
+            found |= {_balanced(int(slots), int(experts), degree): None for degree in sorted(degrees)}
+    return tuple(found)
+
+
+def _balanced(slots: int, experts: int, degree: int) -> str:
+    ranks = float(mean_copies(slots, experts, degree))
+    return (
+        f"under {EXPERTS}{degree} routes are taken to be balanced: the {slots} of {experts} experts of a token are on "
+        f"{ranks:.2f} of {degree} ranks in the mean; where they are not, the fullest rank needs more time and memory"
+    )
+
+
 def check_experts(logical: LogicalGraph, strategy: Strategy) -> None:
     """Raise NoExpertsError for a strategy that cuts experts of a model, or of modules, without any; ExpertsDivideError
     where they do not divide, ExpertIdsError where an exchange of tokens does not know the tokens.
@@ -55,8 +94,7 @@ def check_experts(logical: LogicalGraph, strategy: Strategy) -> None:
         check_experts(logical, block)
     if strategy.blocks:
         return
-    layouts = [None, *(i for i, rule in enumerate(strategy.rules) if rule.axes)]
-    wanted = {rule for rule in layouts if experts_degree(strategy, rule) > 1}
+    wanted = _rules_of_experts(strategy)
     if not wanted:
         return
     token = token_symbol(logical)
@@ -79,4 +117,4 @@ def check_experts(logical: LogicalGraph, strategy: Strategy) -> None:
         raise NoExpertsError(str(strategy), logical.name, None if rule is None else str(strategy.rules[rule]))
 
 
-__all__ = ["check_experts", "experts_degree", "is_of_experts"]
+__all__ = ["balanced_routes", "check_experts", "experts_degree", "experts_of", "is_of_experts"]

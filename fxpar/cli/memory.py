@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from fxpar.annotate.experts import balanced_routes
 from fxpar.cli.commands import MemoryRequest
 from fxpar.cli.console import plain_table, print_table, stdout_console, working
 from fxpar.cli.request import check_output, collected_warnings, write_json
@@ -75,7 +76,7 @@ def _predicted(
         program = read_for_store(request.source, strategy, sizes, rows)
         conditions = Conditions(longest=request.longest)
         found = predict_memory(program, sizes, micro_batches=count, conditions=conditions, cluster=cluster)
-        return asdict(found), program.notes
+        return asdict(found), (*program.notes, *balanced_routes(rows, [strategy]))
 
     asked = {"tokens": request.tokens, "longest": request.longest, "micro_batches": count, "cluster": repr(cluster)}
     what = {"kind": "memory", **asked, **placed_words(request.source, strategy)}

@@ -75,6 +75,7 @@ def _run(request: PlanRequest) -> None:
         problem, found, tokens = taken.problem, taken.found, taken.tokens_per_step
         planned = planned_for(request.source.model, request.source.options, tokens, problem, model.rows)
         plans = [planned.plan(found, one) for one in found.plans]
+        routes = model.routes(name for one in found.plans for name in one.strategies)
         runs: list[VerifiedPlan] = []
         if request.verify is not None:
             status.update(f"running {len(plans[: request.verify])} plans on {cluster.world} ranks")
@@ -83,10 +84,12 @@ def _run(request: PlanRequest) -> None:
     if request.output is not None:
         remarks = _remarks(found, request.output, fastest)
         write_output(request.output, plans[fastest].to_toml([*remarks, *_measured(runs, fastest)]))
-    more = {"verified": verified_json(runs)} if runs else {}
+    more = {"routes": routes} | ({"verified": verified_json(runs)} if runs else {})
     if write_json(request.json, document(found, tokens) | sizes_json(rated) | more):
         console = stdout_console()
         _show(console, request, taken)
+        for line in routes:
+            console.print(line, markup=False)
         if request.tokens_per_step is None:
             show_sizes(console, rated, taken)
         if runs:

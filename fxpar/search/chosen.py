@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fxpar.annotate import AnnotateOnce
+from fxpar.annotate.experts import experts_of
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.exec_graph import Outline
 from fxpar.ir.graph import DOCUMENTS, LogicalGraph
@@ -72,9 +73,11 @@ def problem_of(
     """What to search for a model: every shape of strategy on the cluster, up to as many strategies as plans have by
     default. `batches` are lengths by mini-batch, `longest` is what the last group takes.
     """
-    inputs = {info.fqn for info in rows(depth.samples(1)[0]).inputs}
+    logical = rows(depth.samples(1)[0])
+    inputs = {info.fqn for info in logical.inputs}
+    experts = experts_of(logical)
     return Problem(
-        shapes=tuple(shapes(cluster.world, cluster.devices_per_node, depth.most_stages)),
+        shapes=tuple(shapes(cluster.world, cluster.devices_per_node, depth.most_stages, experts)),
         cluster=cluster,
         batches=tuple(map(tuple, batches)),
         longest=longest,

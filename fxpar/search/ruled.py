@@ -3,8 +3,9 @@
 stages   how many layers save memory in which way, stages that differ and their cuts, see `fxpar.search.stages`
 roles    positions are the modules of a layer, and those outside of layers. What it takes to run one of them under other
          roles is what a program with that one rule takes more, borders included. Attention is tried with documents in
-         bins too, where these hold the longest one. Dynamic programming over positions keeps what no other choice
-         beats in memory, seconds of a micro-batch, and seconds of the gradient sync
+         bins too, where these hold the longest one, and what has experts with these apart. Dynamic programming over
+         positions keeps what no other choice beats in memory, seconds of a micro-batch, and seconds of the gradient
+         sync
 decision the best proposals are lowered, and a set with one of them is planned as any other set is
 
 A set with rules is taken only where it is faster, so with rules no plan gets worse.
@@ -25,7 +26,7 @@ from fxpar.search.blends import Changed
 from fxpar.search.bounds import Intervals
 from fxpar.search.fronts import undominated
 from fxpar.search.known import KnownModel, Said
-from fxpar.search.positions import globs_of_attention, globs_of_weight
+from fxpar.search.positions import experts_by_glob, globs_of_attention, globs_of_weight
 from fxpar.search.price import Candidate, Priced
 from fxpar.search.pricing import PricedSet, SetPricer
 from fxpar.search.proposals import WORTH, Chosen, Group, Proposal
@@ -115,7 +116,7 @@ class RuleSearch:
             return
         plain = replace(one.strategy, rules=())
         inside = layout_of_ranks(plain)
-        layouts = role_layouts(math.prod(degree for _, degree in inside), self.pricer.cluster.devices_per_node)
+        layouts = self._layouts(plain)
         now = self._alone(plain)
         if now is None or len(layouts) < 2:
             return
@@ -138,11 +139,12 @@ class RuleSearch:
             return []
         points: list[Point] = [()]
         sums = np.zeros((1, 3))
-        attention = globs_of_attention(flat, layers)
+        attention, experts = globs_of_attention(flat, layers), experts_by_glob(flat, layers)
         for glob in globs_of_weight(flat, layers, SMALL):
             options: list[tuple[Point, np.ndarray]] = [((), np.zeros(3))]
-            bins = [in_bins(layout) for layout in layouts if glob in attention]
-            for rule in self._rules(base, glob, list(dict.fromkeys([*layouts, *bins]))):
+            others = [in_bins(layout) for layout in layouts if glob in attention]
+            others += self._layouts(base, experts.get(glob, 1))
+            for rule in self._rules(base, glob, list(dict.fromkeys([*layouts, *others]))):
                 priced = self._alone(replace(base, rules=(rule,)))
                 if priced is not None and (priced.strategy.bins == 1 or group.seconds(priced) < np.inf):
                     more = _taken(priced, group.limit) - _taken(alone, group.limit)
@@ -153,6 +155,11 @@ class RuleSearch:
             points = [points[at // len(options)] + options[at % len(options)][0] for at in keep.tolist()]
             sums = new[keep]
         return [point for point in points if point]
+
+    def _layouts(self, strategy: Strategy, experts: int = 1) -> list[Axes]:
+        """Of the ranks of a replica."""
+        ranks = math.prod(degree for _, degree in layout_of_ranks(strategy))
+        return role_layouts(ranks, self.pricer.cluster.devices_per_node, experts)
 
     def _rules(self, base: Strategy, glob: str, layouts: Sequence[Axes]) -> Iterator[ModuleRule]:
         """All that a position may do otherwise."""

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.benchmarks
 torch.set_num_threads(1)  # a forked child cannot use its parent's threads
 
 ROOT = Path(__file__).parents[2]
-MARKS = {"bench_torchtitan": pytest.mark.titan}
+MARKS = {"bench_torchtitan": pytest.mark.titan, "bench_experts": pytest.mark.titan}
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("bench_*.py"))
 
 

@@ -213,6 +213,15 @@ def test_shapes_are_all_of_a_world():
     assert str(with_savings(Strategy.parse("dp4"), 4)) == "dp4+zero3+remat"
 
 
+def test_shapes_of_a_model_with_experts_are_those_without_and_more():
+    """Degrees of ep divide the number of experts; ranks inside of a stage are at most 64."""
+    found, without = [str(one) for one in shapes(8, 4, 2, experts=6)], [str(one) for one in shapes(8, 4, 2)]
+    assert [text for text in found if "ep" not in text] == without
+    assert {"dp4.ep2", "ep2.cp4", "dp2.ep2.tp2+sp", "dp2.pp2.ep2", "pp2.ep2.cp2"} <= set(found)
+    assert not any("ep4" in text or "ep8" in text for text in found)
+    assert not any(one.degree("ep") * one.degree("cp") > 64 for one in shapes(128, 1, 1, experts=128))
+
+
 def test_a_schedule_that_waits_less_is_found():
     """With memory for both, the one that fills its pipeline faster; it needs more."""
     given = problem(None, 1, names=("pp2",))

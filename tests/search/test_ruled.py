@@ -14,7 +14,8 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.device import CPU
 from fxpar.ir.strategy import Strategy
 from fxpar.search.blends import Changed
-from fxpar.search.driver import Found, Problem, _Search, find_plan_of
+from fxpar.search.chosen import problem_of
+from fxpar.search.driver import Found, Problem, _Search, find_plan, find_plan_of
 from fxpar.search.known import KnownModel
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.positions import PlannedStage, of_planned
@@ -165,3 +166,16 @@ def test_bins_that_do_not_hold_the_longest_are_not_tried():
 def test_bins_are_not_taken_where_links_are_fast():
     """Bins are filled unevenly."""
     assert planned(50.0, 10**9, "cp2").plans[0].strategies == ("cp2",)
+
+
+@pytest.mark.nightly
+def test_experts_apart_win_where_links_are_slow():
+    """Against weights that are reduced, and activations that are gathered."""
+    model = shallow("mixture", LAYERS)
+    cluster = ClusterSpec(1, 2, intra_gb_per_s=0.05, inter_gb_per_s=0.05, latency_us=20.0, device=CPU)
+    given = problem_of(model.rows, model.depth, cluster, [[64] * 8, [48] * 12], 64, None)
+    one = find_plan(
+        replace(given, shapes=(Strategy.parse("cp2"),), max_strategies=1, rules=True), model.lower, model.outlines
+    )
+    assert "*.ffn: ep2" in one.plans[0].strategies[0]
+    assert one.won > 0.3

@@ -40,6 +40,11 @@ def test_a_line_more_is_a_role_more(monkeypatch):
     assert written(role_layouts(2, 8)) == ["tp2", "cp2", "ep2"]
 
 
+def test_modules_with_experts_may_have_them_apart():
+    assert written(role_layouts(4, 2, experts=6)) == ["cp2.tp2", "cp4", "ep2.tp2", "ep2.cp2"]
+    assert written(role_layouts(4, 8, experts=4))[-1] == "ep4"
+
+
 def test_other_roles_for_the_same_ranks():
     strategy = Strategy.parse("dp2.pp2.cp2.tp4+sp+zero1")
     assert layout_of_ranks(strategy) == (("cp", 2), ("tp", 4))
