@@ -51,7 +51,8 @@ def dbrx_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_
 def longcat_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """hidden_states [N, D]. Ids from `num_routed_experts` on are experts that return what they get."""
     routed = module.num_routed_experts
-    same = torch.where(top_k_index >= routed, top_k_weights, 0.0).sum(-1, keepdim=True)
+    wide = top_k_weights.to(torch.promote_types(hidden_states.dtype, top_k_weights.dtype))
+    same = torch.where(top_k_index >= routed, wide, 0.0).sum(-1, keepdim=True)
     out = (hidden_states * same).to(hidden_states.dtype)
     if module.gate_up_proj is None:
         return out
