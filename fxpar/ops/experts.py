@@ -159,6 +159,8 @@ def _check_ids(op: str, x: Tensor, ids: Tensor) -> None:
         raise OpInputError(op, f"ids {tuple(ids.shape)} are not one for each row of {tuple(x.shape)}")
     if ids.dtype not in (torch.int64, torch.int32):
         raise OpInputError(op, f"ids are {ids.dtype}; give torch.int64 or torch.int32")
+    if isinstance(ids.shape[-1], int) and ids.shape[-1] < 1:
+        raise OpInputError(op, f"ids {tuple(ids.shape)} choose no expert for a token; give [N, K] with K of 1 at least")
 
 
 def _differ(a: Any, b: Any) -> bool:

@@ -141,6 +141,7 @@ def test_captures_with_symbolic_tokens_and_is_differentiated_once():
         (torch.zeros(4, 2, 5), torch.zeros(2, 5, 3).double(), torch.zeros(4, 2, dtype=torch.int64), "one dtype"),
         (torch.zeros(4, 2, 5), torch.zeros(2, 5, 3), torch.zeros(4, 3, dtype=torch.int64), "one for each row"),
         (torch.zeros(4, 2, 5), torch.zeros(2, 5, 3), torch.zeros(4, 2), "torch.int64 or torch.int32"),
+        (torch.zeros(4, 0, 5), torch.zeros(2, 5, 3), torch.zeros(4, 0, dtype=torch.int64), "choose no expert"),
     ],
 )
 def test_bad_operands(x, w, ids, why):
