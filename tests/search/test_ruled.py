@@ -14,12 +14,13 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.device import CPU
 from fxpar.ir.strategy import Strategy
 from fxpar.search.blends import Changed
-from fxpar.search.driver import Found, Problem, _Search, find_plan_of
+from fxpar.search.driver import _Search, find_plan_of
 from fxpar.search.known import KnownModel
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.positions import PlannedStage, of_planned
 from fxpar.search.price import Depth
 from fxpar.search.pricing import SetPricer
+from fxpar.search.problem import Found, Problem
 from fxpar.search.simulate import Named, simulate
 from tests.search.shallow import shallow
 
@@ -74,7 +75,9 @@ def test_a_run_of_layers_wins():
     assert max(plan.memory_bytes.values()) <= between(0.8)
     assert plan.predicted_s < 0.95 * found().uniform_s
     assert found().won == pytest.approx(1 - plan.predicted_s / found().uniform_s)
-    assert found().lower_bound_s <= found().uniform_s
+    assert found().uniform_bound_s <= found().uniform_s
+    assert found().lower_bound_s < plan.predicted_s  # sets with rules too
+    assert 0 < found().gap < 0.2
     assert found().ruled > 0
 
 
@@ -109,6 +112,7 @@ def test_without_rules_nothing_has_them():
     one = find_plan_of(replace(problem(between(0.8), "dp4"), rules=False), known())
     assert "[" not in one.plans[0].strategies[0]
     assert (one.plans[0].predicted_s, one.won, one.ruled) == (one.uniform_s, 0.0, 0)
+    assert one.lower_bound_s == one.uniform_bound_s
 
 
 def test_where_all_fits_no_rule_is_better():
