@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fxpar.chunks import loss_span
 from fxpar.cost.calls import NOMINAL_TOKENS, node_costs
 from fxpar.ir.axes import STAGES
 from fxpar.ir.module_rules import ModuleRule
@@ -45,6 +46,14 @@ def globs_of_attention(flat: Candidate, layers: Layers) -> set[str]:
     """Globs of the positions that have an attention of documents. `flat` has no stages."""
     nodes = (node for part in flat.programs[-1].parts.values() for node in part.graph.nodes)
     return {position_of(fqn_of(node), layers) for node in nodes if node.target in ATTENTION}
+
+
+def glob_of_head(flat: Candidate, layers: Layers) -> str | None:
+    """Glob of the position that makes the logits; None without a loss over classes. `flat` has no stages."""
+    program = flat.programs[-1]
+    calls = [node for node in program.parts["body"].graph.nodes if node.op == "call_function"]
+    span = loss_span(calls, program.dims)
+    return None if span is None else position_of(fqn_of(calls[span[0]]), layers)
 
 
 def position_of(fqn: str, layers: Layers) -> str:
