@@ -21,10 +21,10 @@ from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError
 from fxpar.search.batch_size import MOST_PER_DEVICE, RatedSize, rated_sizes, sizes, smallest_near
 from fxpar.search.chosen import of_ranks, planned_for, problem_of
-from fxpar.search.driver import Found, Problem
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.plan_file import Plan
 from fxpar.search.pricing import PricedSet
+from fxpar.search.problem import Found, Problem
 from fxpar.search.proposals import WORTH
 from fxpar.search.verify import VerifiedPlan, order_of
 
@@ -170,6 +170,7 @@ def document(found: Found, tokens_per_step: int) -> dict[str, Any]:
         "best_static": {"strategy": found.best_static.strategies[0], "predicted_s": found.best_static.predicted_s},
         "speedup": found.speedup,
         "without_rules_s": found.uniform_s,
+        "without_rules_lower_bound_s": found.uniform_bound_s,
         "search_cpu_s": found.search_cpu_s,
         "evaluated": found.evaluated,
         "pruned": found.pruned,
@@ -201,11 +202,15 @@ def _show(console: Console, request: PlanRequest, taken: RatedSize) -> None:
     console.print(
         f"\nbest single strategy: {static.strategies[0]}, {human_seconds(static.predicted_s)}{gain}", markup=False
     )
-    without = " without rules" if problem.rules else ""
     if problem.rules:
         console.print(_won(found), markup=False)
+        console.print(
+            f"no set without rules takes less than {human_seconds(found.uniform_bound_s)} "
+            f"(gap {found.uniform_gap:.1%})",
+            markup=False,
+        )
     console.print(
-        f"no set{without} takes less than {human_seconds(found.lower_bound_s)} (gap {found.gap:.1%}); "
+        f"no set takes less than {human_seconds(found.lower_bound_s)} (gap {found.gap:.1%}); "
         f"{found.evaluated} strategies priced, {found.pruned} pruned, {len(found.refused)} refused, "
         f"{found.planned_sets} sets planned in {found.search_cpu_s:.1f} CPU s",
         markup=False,

@@ -16,10 +16,12 @@ from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import LowerAlike, default_passes, lower, outline
-from fxpar.search.driver import Found, Problem, Said, find_plan
+from fxpar.search.driver import find_plan
+from fxpar.search.known import Said
 from fxpar.search.plan_file import Plan, PlanGroup
 from fxpar.search.price import Depth, Lower, extrapolated
 from fxpar.search.pricing import PricedSet
+from fxpar.search.problem import Found, Problem
 from fxpar.search.space import placed_alike, shapes
 from fxpar.search.switching import Outlines
 

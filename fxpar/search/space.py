@@ -163,9 +163,9 @@ def with_layout(strategy: Strategy, layout: Axes) -> Strategy:
     return replace(strategy, axes=(*outer, *layout) or SINGLE.axes, sp=_cuts_weights(layout))
 
 
-def layout_rule(glob: str, layout: Axes, zero: int | None) -> ModuleRule:
+def layout_rule(glob: str, layout: Axes, zero: int | None, chunks: int | None = None) -> ModuleRule:
     """For modules that use their ranks so."""
-    return ModuleRule(glob, layout, _cuts_weights(layout), zero)
+    return ModuleRule(glob, layout, _cuts_weights(layout), zero, chunks=chunks)
 
 
 def _cuts_weights(layout: Axes) -> bool:

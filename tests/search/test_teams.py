@@ -13,9 +13,10 @@ from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
 from fxpar.memory import predict_memory, steady_micro_batches
 from fxpar.passes.share_weights import ALIGN_BYTES
-from fxpar.search.driver import Problem, _Search, find_plan
+from fxpar.search.driver import _Search, find_plan
 from fxpar.search.known import KnownModel
 from fxpar.search.price import Depth, going_home_s
+from fxpar.search.problem import Problem
 from fxpar.search.teams import TeamsCandidate, without_teams
 from tests.search.shallow import shallow, stack_rows
 from tests.search.test_driver import LINKS, lowered, outlined, problem, rows
