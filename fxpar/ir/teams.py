@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fxpar.errors import StrategySyntaxError
+from fxpar.errors import StrategySyntaxError, TeamsGatherError
 from fxpar.ir.axes import BINS, REPLICAS, ROLE_AXES, USES
 from fxpar.ir.strategy import SINGLE, Strategy
 
@@ -34,6 +34,34 @@ def team_budgets(strategy: Strategy, tokens: int) -> tuple[int, ...]:
 def team_budget(strategy: Strategy, team: Strategy, tokens: int) -> int:
     """That of one of the teams."""
     return max(team.bins, tokens * ranks_of_replica(team) // ranks_of_replica(largest_team(strategy)))
+
+
+def in_step(strategy: Strategy) -> bool:
+    """Whether strategies side by side cut parameters over the ranks of all teams, and so gather them together: where
+    all of them have ZeRO-3, and none has stages.
+    """
+    return bool(strategy.teams) and all(team.zero == 3 and team.stages == 1 for team in strategy.teams)
+
+
+def lowered_for(strategy: Strategy, number: int) -> Strategy:
+    """What a team's program is lowered for: what the team runs under; in step the same with replicas on all ranks, of
+    which the team's ranks run theirs. So parameters are cut over all ranks, and a collective of replicas is of them.
+
+    Raises TeamsGatherError if replicas of the team, wherever it stands, do not cover the ranks of all teams.
+    """
+    own = strategy.of_team(number)
+    if not in_step(strategy):
+        return own
+    ranks = own.world // own.replicas
+    inside = tuple(axis for axis in own.axes if axis[0] != REPLICAS)
+    if strategy.world % ranks or (own.offset - strategy.offset) % ranks:
+        why = f"begins at rank {own.offset} of {strategy.world}, which are no multiples of the {ranks} of its replicas"
+        raise TeamsGatherError(str(strategy), str(own), why)
+    if own.replicas > 1 and own.axes[0][0] != REPLICAS:
+        raise TeamsGatherError(str(strategy), str(own), f"does not begin with {REPLICAS}")
+    count = strategy.world // ranks
+    axes = ((REPLICAS, count), *inside) if count > 1 else inside
+    return replace(own, axes=axes or SINGLE.axes, offset=strategy.offset)
 
 
 def formations(choice: Strategy | str) -> tuple[Strategy, ...]:

@@ -31,6 +31,11 @@ CASES = {
         {"strategies": {64: "tp2 > dp1 | dp1", 512: "pp2+zb_h1 | dp2+zero3"}, "gradients": "chain"},
         stacked,
     ),
+    "in step": Case(  # the first batch leaves dp2 micro-batches of its own, the second leaves it nothing
+        [sequences(5, LENGTHS * 2), sequences(6, (130, 2))],
+        {"strategies": {130: "cp2+zero3 | dp2+zero3"}, "token_budget": 130},
+        stacked,
+    ),
     "several micro-batches": Case(
         [sequences(5, LENGTHS * 2)],
         {"strategies": {130: "tp2+sp | dp1 | dp1"}, "token_budget": 130, "memory_budget_bytes": 10**9},
