@@ -108,8 +108,8 @@ class TeamsGatherError(FxparError):
         super().__init__(
             f"strategy {strategy!r}: teams that all have zero3 gather parameters over all ranks, layer by layer and "
             f"together, and {team!r} {why}. Write the largest replicas first, dp before other axes, and the "
-            "same tp, sp, remat and rules for every team; or zero2 for one of them: then each cuts parameters over its own "
-            "ranks."
+            "same tp, sp, remat and rules for every team; or zero2 for one of them: then each cuts parameters over its "
+            "own ranks."
         )
 
 

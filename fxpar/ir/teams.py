@@ -5,7 +5,7 @@ the formations of rounds, all teams that the ranks of a strategy can be cut into
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from fxpar.errors import StrategySyntaxError, TeamsGatherError
@@ -84,7 +84,28 @@ def formations(choice: Strategy | str) -> tuple[Strategy, ...]:
     return tuple(_formation(widest, teams) for teams in _partitions(widest.world, widest.world, least))
 
 
+def replicas_of_ranks(widest: Strategy, sizes: Iterable[int]) -> dict[int, Strategy]:
+    """By size: as many replicas of so many ranks as all ranks of `widest` are, each that strategy on fewer ranks, as in
+    `formations`. Raises StrategySyntaxError, as that does.
+    """
+    found = {}
+    for size in sizes:
+        _check_axes(str(widest), widest, size)
+        found[size] = _team(widest, size, widest.world // size)
+    return found
+
+
 def _check_rounds(text: str, widest: Strategy, least: int) -> None:
+    _check_axes(text, widest, least)
+    if widest.world > MOST_PARTS * least:
+        why = (
+            f"teams of {least} of {widest.world} ranks are more than {MOST_PARTS} parts, and every formation is "
+            f"prepared; write rounds({widest}, {widest.world // MOST_PARTS})"
+        )
+        raise StrategySyntaxError(text, text, why)
+
+
+def _check_axes(text: str, widest: Strategy, least: int) -> None:
     names = {name for name, _ in widest.axes}
     if widest.blocks or widest.rules or not names <= set(ROLE_AXES) - {BINS}:
         known = ", ".join(name for name in ROLE_AXES if name != BINS)
@@ -93,12 +114,6 @@ def _check_rounds(text: str, widest: Strategy, least: int) -> None:
     degrees = (*(degree for _, degree in widest.axes), least)
     if any(degree < 1 or degree & (degree - 1) for degree in degrees) or least > widest.world:
         why = f"its degrees, and the {least} ranks that a team has at least, must be powers of two up to {widest.world}"
-        raise StrategySyntaxError(text, text, why)
-    if widest.world > MOST_PARTS * least:
-        why = (
-            f"teams of {least} of {widest.world} ranks are more than {MOST_PARTS} parts, and every formation is "
-            f"prepared; write rounds({widest}, {widest.world // MOST_PARTS})"
-        )
         raise StrategySyntaxError(text, text, why)
 
 

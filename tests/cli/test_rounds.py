@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import typer
 
+from fxpar.cli.options import GraphSource
 from fxpar.cli.rounds import run_rounds
 from fxpar.cli.rounds_commands import RoundsRequest
 from fxpar.errors import (
@@ -34,7 +35,9 @@ def lengths(tmp_path):
 
 
 def words(path: str, **changed: object) -> RoundsRequest:
-    return RoundsRequest(**({"devices": 16, "lengths": path, "max_length": 40_000, "batch": 40} | changed))
+    return RoundsRequest(
+        **({"source": GraphSource(""), "devices": 16, "lengths": path, "max_length": 40_000, "batch": 40} | changed)
+    )
 
 
 def test_the_plan_as_json(lengths, tmp_path, capsys):
