@@ -84,6 +84,11 @@ def formations(choice: Strategy | str) -> tuple[Strategy, ...]:
     return tuple(_formation(widest, teams) for teams in _partitions(widest.world, widest.world, least))
 
 
+def is_rounds(text: str) -> bool:
+    """Whether a text stands for several strategies, see `formations`."""
+    return text.lstrip().startswith("rounds(")
+
+
 def replicas_of_ranks(widest: Strategy, sizes: Iterable[int]) -> dict[int, Strategy]:
     """By size: as many replicas of so many ranks as all ranks of `widest` are, each that strategy on fewer ranks, as in
     `formations`. Raises StrategySyntaxError, as that does.
