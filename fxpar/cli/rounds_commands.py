@@ -50,7 +50,7 @@ class RoundsRequest:
             "-s",
             metavar="S",
             help="With MODEL: of the largest team, on all devices; smaller ones lose the outermost axes. Default: "
-            "cpN+zero3.",
+            "cpN+zero3, beyond the key-value heads with a ring.",
             show_default=False,
             autocompletion=complete_strategies,
         ),

@@ -12,9 +12,10 @@ from fxpar.errors import PlanOptionError, RoundCostError
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.teams import replicas_of_ranks
 from fxpar.rounds import TeamCost
-from fxpar.search.chosen import of_ranks
+from fxpar.search.chosen import kv_heads, of_ranks
 from fxpar.search.known import KnownModel
 from fxpar.search.price import Priced, anchors_of
+from fxpar.search.space import with_rings
 
 
 def model_teams(
@@ -31,18 +32,21 @@ def model_teams(
     memory = request.memory_bytes or memory_of(cluster)
     if memory is None:
         raise RoundCostError(repr(request.cost), "it does not say what a device holds", "Say it with --memory 80GB")
-    widest = Strategy.parse(request.strategy or f"cp{request.devices}+zero3", world=request.devices)
-    strategies = replicas_of_ranks(widest, degrees)
+    asked = Strategy.parse(request.strategy or f"cp{request.devices}+zero3", world=request.devices)
+    replicas_of_ranks(asked, degrees)
     with collected_warnings([]):
         said(f"capturing {request.source.model}")
         model = Shallow(request.source)
         if "input_ids" not in model.inputs:
             why = "its batch has no input_ids, and rounds are of sequences of tokens"
             raise PlanOptionError("MODEL", request.source.model, why)
+        heads = kv_heads(model.rows(model.depth.samples(1)[0]))
+        if request.strategy is None and heads is not None:
+            *_, asked = with_rings([asked], heads)
         anchors = min(256, longest), max(2 * longest, most)
         known = KnownModel(model.lower, model.outlines, cluster, model.depth, anchors)
         found = {}
-        for degree, strategy in strategies.items():
+        for degree, strategy in replicas_of_ranks(asked, degrees).items():
             said(f"lowering {strategy}")
             one = known.named(strategy)
             known.anchors = one.anchors = anchors_of(one)
