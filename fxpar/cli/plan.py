@@ -111,7 +111,7 @@ def _problem(
 ) -> Problem:
     """For mini-batches of so many tokens."""
     batches = mini_batches(lengths, tokens, request.samples, request.seed)
-    problem = problem_of(model.rows, model.depth, cluster, batches, int(lengths.max()), memory)
+    problem = problem_of(model.rows, model.depth, cluster, batches, int(lengths.max()), memory, request.rings)
     return replace(
         problem,
         max_strategies=request.max_strategies,

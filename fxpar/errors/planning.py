@@ -194,7 +194,10 @@ class UnknownRoundCostError(FxparError):
     def __init__(self, name: str, known: Iterable[str]) -> None:
         names = list(known)
         hint = nearest(name, names) or f"; there are {', '.join(names)}."
-        super().__init__(f"there is no cost {one_line(name, 60)!r}{hint} Or name a JSON file of constants")
+        super().__init__(
+            f"there is no cost {one_line(name, 60)!r}{hint} Or name a JSON file of constants, or a model, "
+            "which is priced on a cluster: fxpar rounds MODEL --cost h100"
+        )
 
 
 class TaskGraphError(FxparError):

@@ -101,6 +101,18 @@ class TeamsBufferError(FxparError):
         )
 
 
+class TeamsGatherError(FxparError):
+    """Teams that all have ZeRO-3 gather over the ranks of all of them, and one cannot take part."""
+
+    def __init__(self, strategy: str, team: str, why: str) -> None:
+        super().__init__(
+            f"strategy {strategy!r}: teams that all have zero3 gather parameters over all ranks, layer by layer and "
+            f"together, and {team!r} {why}. Write the largest replicas first, dp before other axes, and the "
+            "same tp, sp, remat and rules for every team; or zero2 for one of them: then each cuts parameters over its "
+            "own ranks."
+        )
+
+
 class UnequalWorldsError(FxparError):
     """Strategies between which weights move do not have equally many ranks."""
 

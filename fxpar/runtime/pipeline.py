@@ -112,7 +112,7 @@ class BoundPipeline:
     ) -> None:
         self.program, self.rank, self.replicas = program, rank, range(program.strategy.replicas)
         self._channels, self._column = channels, column
-        self._column_ranks, self._replica = program.column_of(rank), replica_of(program, rank)
+        self._column_ranks, self.replica = program.column_of(rank), replica_of(program, rank)
         self.stages = {
             stage.index: BoundStage(stage, rank, groups[stage.index], compile) for stage in program.stages_of(rank)
         }
@@ -285,7 +285,7 @@ class BoundPipeline:
         values = group.received.pop(transfer, {})
         dims = group.dims[transfer.micro_batch]
         for handover in self._handovers[_SENT[transfer.what], transfer.stage]:
-            for message in handover.messages(dims, self._replica):
+            for message in handover.messages(dims, self.replica):
                 if message.source == self.rank:
                     piece = _part(values[handover.fqn], message.taken).contiguous()
                     group.sending.append((self._channels.send(piece, message.target), piece))
@@ -300,7 +300,7 @@ class BoundPipeline:
         for handover in self._handovers[_SENT[transfer.what], transfer.stage]:
             meta = handover.taken.local
             value = torch.empty(meta.sizes(dims), dtype=meta.dtype, device=self._device)
-            for message in handover.messages(dims, self._replica):
+            for message in handover.messages(dims, self.replica):
                 if message.target == self.rank:
                     place = _part(value, message.put)
                     buffer = place if place.is_contiguous() else torch.empty_like(place)

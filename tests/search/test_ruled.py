@@ -15,7 +15,7 @@ from fxpar.cost.device import CPU
 from fxpar.ir.strategy import Strategy
 from fxpar.search.blends import Changed
 from fxpar.search.chosen import problem_of
-from fxpar.search.driver import Found, Problem, _Search, find_plan, find_plan_of
+from fxpar.search.driver import _Search, find_plan, find_plan_of
 from fxpar.search.known import KnownModel
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.positions import PlannedStage, of_planned
