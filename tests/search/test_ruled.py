@@ -8,13 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from fxpar.cli.options import GraphSource
-from fxpar.cli.shallow import Shallow
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.device import CPU
 from fxpar.ir.strategy import Strategy
 from fxpar.search.blends import Changed
-from fxpar.search.chosen import problem_of
+from fxpar.search.chosen import lowering, problem_of
 from fxpar.search.driver import _Search, find_plan, find_plan_of
 from fxpar.search.known import KnownModel
 from fxpar.search.lengths import mini_batches, read_lengths
@@ -23,7 +21,7 @@ from fxpar.search.price import Depth
 from fxpar.search.pricing import SetPricer
 from fxpar.search.problem import Found, Problem
 from fxpar.search.simulate import Named, simulate
-from tests.search.shallow import shallow
+from tests.search.shallow import shallow, stack_rows
 
 LAYERS, LONGEST = 5, 512
 CLUSTER = ClusterSpec(1, 4, intra_gb_per_s=0.5, inter_gb_per_s=0.5, latency_us=100.0, device=CPU)
@@ -139,9 +137,9 @@ def test_two_changes_take_what_each_takes(names):
 @functools.cache
 def by_attention(gb_per_s: float, vocab: int = 16) -> KnownModel:
     """Two ranks; a model of attention and feed-forward, with links of such a rate."""
-    model = Shallow(GraphSource("llama", world=2, options=("layers=4", f"vocab={vocab}")))
+    lower, outlines = lowering(functools.partial(stack_rows, vocab=vocab))
     cluster = ClusterSpec(1, 2, intra_gb_per_s=gb_per_s, inter_gb_per_s=gb_per_s, latency_us=20.0, device=CPU)
-    return KnownModel(model.lower, model.outlines, cluster, model.depth, ANCHORS)
+    return KnownModel(lower, outlines, cluster, Depth(4), ANCHORS)
 
 
 def planned(gb_per_s: float, memory_bytes: int, *names: str) -> Found:
