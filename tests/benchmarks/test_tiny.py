@@ -21,7 +21,7 @@ pytestmark = pytest.mark.benchmarks
 torch.set_num_threads(1)  # a forked child cannot use its parent's threads
 
 ROOT = Path(__file__).parents[2]
-MARKS = {"bench_torchtitan": pytest.mark.titan}
+MARKS = {"bench_torchtitan": pytest.mark.titan, "bench_experts": pytest.mark.titan}
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("bench_*.py"))
 
 
@@ -47,7 +47,7 @@ def test_runs(script, capfd, tmp_path, name):
     assert (tmp_path / "found.json").stat().st_size > 2
 
 
-@pytest.mark.parametrize("piece", ["step", "attention", "packed", "switch"])
+@pytest.mark.parametrize("piece", ["step", "experts", "offload", "attention", "packed", "switch"])
 def test_pieces_for_a_gpu_run(script, capfd, piece):
     run(script("gpu_single").main, piece, "--device", "cpu", "--tiny")
     assert capfd.readouterr().out.strip()
