@@ -222,6 +222,9 @@ def _show(console: Console, request: PlanRequest, taken: RatedSize) -> None:
         )
         console.print(f"\nplan {number}: {human_seconds(plan.predicted_s)} per mini-batch{slower}", markup=False)
         _print_groups(console, plan, tokens)
+        if plan.simulated_s < (1 - WORTH) * plan.predicted_s:
+            how = "all stages counted as the slowest: as they differ, its schedule is simulated at"
+            console.print(f"{how} {human_seconds(plan.simulated_s)} per mini-batch", markup=False)
     static = found.best_static
     gain = "; plan 1 is just that" if len(best.strategies) == 1 else f"; plan 1 is {found.speedup:.2f} times as fast"
     console.print(
