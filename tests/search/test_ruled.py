@@ -19,7 +19,7 @@ from fxpar.search.known import KnownModel
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.positions import PlannedStage, glob_of_head, globs_of_weight, of_planned
 from fxpar.search.price import Depth
-from fxpar.search.pricing import PricedSet, SetPricer
+from fxpar.search.pricing import SetPricer
 from fxpar.search.problem import Found, Problem
 from fxpar.search.ruled import RuleSearch
 from fxpar.search.simulate import Named, simulate
@@ -177,24 +177,20 @@ def test_bins_that_do_not_hold_the_longest_are_not_tried():
     assert "rows" not in one.plans[0].strategies[0]
 
 
-@pytest.mark.parametrize(("share", "chunked"), [(0.1, {"head"}), (50.0, set())])
-def test_the_head_may_run_in_chunks(share, chunked):
-    """It alone, beside any role, where a micro-batch lacks memory."""
-    one = priced("tp4+sp")
-    pricer = SetPricer(CLUSTER, Depth(LAYERS), shallow("llama", LAYERS).outlines, ((4096,),), between(share))
-    search = RuleSearch(known(), pricer, [one], lambda _: None)
-    group = search._group([(LONGEST, one)], one, PricedSet((), 0.0, 0.0, 0.0, 0.0, 0.0, {}, 0))
-    chunks = search._chunks(group, one, one)
-    layers = known().layers
+def test_the_head_may_run_in_chunks():
+    """It alone, beside any role."""
+    one, layers = priced("tp4+sp"), known().layers
     assert layers is not None
-    head = glob_of_head(one, layers)
-    found = {
-        glob
+    search = RuleSearch(known(), None, [one], lambda _: None)  # type: ignore[arg-type]
+    head, layouts = glob_of_head(one, layers), [(("tp", 4),), (("cp", 4),)]
+    every = [
+        str(rule)
         for glob in globs_of_weight(one, layers, 0.0)
-        for rule in search._rules(one.strategy, glob, [(("tp", 4),), (("cp", 4),)], chunks * (glob == head))
-        if rule.chunks
-    }
-    assert found == chunked
+        for rule in search._rules(one.strategy, glob, layouts, 4 * (glob == head))
+    ]
+    in_chunks = {"head: +chunks(4)", "head: +zero3+chunks(4)", "head: cp4+chunks(4)", "head: cp4+zero3+chunks(4)"}
+    assert {rule for rule in every if "chunks" in rule} == in_chunks
+    assert len(every) == len(set(every))
 
 
 def test_bins_have_room_where_the_head_runs_in_chunks():
