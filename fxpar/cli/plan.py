@@ -12,15 +12,18 @@ from rich.console import Console
 
 from fxpar.cli.console import human_bytes, human_seconds, print_table, stdout_console, working
 from fxpar.cli.plan_commands import PlanRequest
-from fxpar.cli.plan_galvatron import GalvatronRequest, run_import_galvatron, run_plan_galvatron
+from fxpar.cli.plan_galvatron import GalvatronRequest, imported_plan, run_import_galvatron, run_plan_galvatron
 from fxpar.cli.plan_sizes import show_sizes, sizes_json
 from fxpar.cli.plan_verify import VerifyJob, check_verify, kind_here, show_verified, verified, verified_json
 from fxpar.cli.request import cluster_name, collected_warnings, write_json, write_output
 from fxpar.cli.shallow import Shallow, memory_of, set_json
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError
+from fxpar.ir.fqn import block_of
 from fxpar.search.batch_size import MOST_PER_DEVICE, RatedSize, rated_sizes, sizes, smallest_near
 from fxpar.search.chosen import of_ranks, planned_for, problem_of
+from fxpar.search.galvatron_plan import as_plan
+from fxpar.search.layouts import list_of
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.plan_file import Plan
 from fxpar.search.pricing import PricedSet
@@ -35,10 +38,35 @@ def run_plan(request: PlanRequest) -> None:
     """Do it. Raises FxparError."""
     if request.imported is not None:
         run_import_galvatron(request.imported, request.devices, request.json)
+        if request.output is not None:
+            _write_imported(request, request.imported, request.output)
     elif request.cost == "galvatron":
         run_plan_galvatron(_galvatron(request))
     else:
         _run(request)
+
+
+def _write_imported(request: PlanRequest, path: str, output: str) -> None:
+    """A plan of Galvatron's as one of fxpar's, for a model. Raises PlanOptionError for a model with other layers."""
+    plan, source = imported_plan(path, request.devices), request.source
+    with working() as status, collected_warnings([]):
+        status.update(f"capturing {source.model}")
+        model = Shallow(source)
+        params = model.rows(model.depth.samples(1)[0]).params()
+    lists = {list_of(info.fqn) for info in params} - {""}
+    if len(lists) != 1:
+        found = f"lists of modules: {', '.join(sorted(lists)) or 'none'}"
+        raise PlanOptionError("MODEL", source.model, f"its layers are not in one list, which the plan needs ({found})")
+    (layers,) = lists
+    count = model.depth.layers
+    if model.depth.whole:
+        count = len({block_of(info.fqn) for info in params} - {""})
+    if count != len(plan.layers):
+        why = f"it has {count} layers, and {path} is for {len(plan.layers)}"
+        raise PlanOptionError("MODEL", source.model, f"{why}. Give it as many with --set")
+    written = as_plan(plan, layers, request.seq_len or 1, source.model, source.options)
+    write_output(output, written.to_toml([f"from {path}", f"train with it: fxpar train run.toml --plan {output}"]))
+    stdout_console().print(f"the plan is in {output}", markup=False)
 
 
 def _galvatron(request: PlanRequest) -> GalvatronRequest:
@@ -197,6 +225,9 @@ def _show(console: Console, request: PlanRequest, taken: RatedSize) -> None:
         )
         console.print(f"\nplan {number}: {human_seconds(plan.predicted_s)} per mini-batch{slower}", markup=False)
         _print_groups(console, plan, tokens)
+        if plan.simulated_s < (1 - WORTH) * plan.predicted_s:
+            how = "all stages counted as the slowest: as they differ, its schedule is simulated at"
+            console.print(f"{how} {human_seconds(plan.simulated_s)} per mini-batch", markup=False)
     static = found.best_static
     gain = "; plan 1 is just that" if len(best.strategies) == 1 else f"; plan 1 is {found.speedup:.2f} times as fast"
     console.print(

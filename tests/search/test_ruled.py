@@ -16,10 +16,11 @@ from fxpar.search.chosen import lowering, problem_of
 from fxpar.search.driver import _Search, find_plan, find_plan_of
 from fxpar.search.known import KnownModel
 from fxpar.search.lengths import mini_batches, read_lengths
-from fxpar.search.positions import PlannedStage, of_planned
+from fxpar.search.positions import PlannedStage, glob_of_head, globs_of_weight, of_planned
 from fxpar.search.price import Depth
 from fxpar.search.pricing import SetPricer
 from fxpar.search.problem import Found, Problem
+from fxpar.search.ruled import RuleSearch
 from fxpar.search.simulate import Named, simulate
 from tests.search.shallow import shallow, stack_rows
 
@@ -107,6 +108,17 @@ def test_no_number_of_layers_is_better():
     assert plan.predicted_s == pytest.approx(best, rel=1e-9)
 
 
+def test_stages_that_differ_are_simulated():
+    """Not as if all were the slowest: here the first, with four of five layers. Without stages it is as planned."""
+    given, model = problem(between(2.0), "dp4"), shallow("llama", LAYERS)
+    pricer = SetPricer(CLUSTER, given.depth, model.outlines, given.batches, given.memory_bytes)
+    found = [pricer.price([(LONGEST, priced(text))], settle=True) for text in ("dp2.pp2+cut(layers.4)", "dp4")]
+    assert all(one is not None for one in found)
+    staged, whole = found
+    assert 0.5 * staged.predicted_s < staged.simulated_s < 0.99 * staged.predicted_s
+    assert whole.simulated_s == whole.predicted_s
+
+
 def test_without_rules_nothing_has_them():
     one = find_plan_of(replace(problem(between(0.8), "dp4"), rules=False), known())
     assert "[" not in one.plans[0].strategies[0]
@@ -162,6 +174,22 @@ def test_bins_that_do_not_hold_the_longest_are_not_tried():
     one = planned(0.05, alone.at(700).peak_bytes, "tp2+sp")
     assert one.won > 0.1
     assert "rows" not in one.plans[0].strategies[0]
+
+
+def test_the_head_may_run_in_chunks():
+    """It alone, beside any role."""
+    one, layers = priced("tp4+sp"), known().layers
+    assert layers is not None
+    search = RuleSearch(known(), None, [one], lambda _: None)  # type: ignore[arg-type]
+    head, layouts = glob_of_head(one, layers), [(("tp", 4),), (("cp", 4),)]
+    every = [
+        str(rule)
+        for glob in globs_of_weight(one, layers, 0.0)
+        for rule in search._rules(one.strategy, glob, layouts, 4 * (glob == head))
+    ]
+    in_chunks = {"head: +chunks(4)", "head: +zero3+chunks(4)", "head: cp4+chunks(4)", "head: cp4+zero3+chunks(4)"}
+    assert {rule for rule in every if "chunks" in rule} == in_chunks
+    assert len(every) == len(set(every))
 
 
 def test_bins_have_room_where_the_head_runs_in_chunks():
