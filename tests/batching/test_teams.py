@@ -23,10 +23,11 @@ FORMATIONS = (
     "cp4 | cp2 | dp2",
     "cp2 | dp1 | dp1",
     "tp2 > tp2 | dp4",
-    "dp2+zero3 | cp2+zero3",
+    "dp2+zero3 | cp2",
     "rows2 | dp2",
     "cp2 | cp2",
 )
+IN_STEP = "cp2+zero3 | dp2+zero3"
 LIMIT = 64
 
 
