@@ -170,7 +170,7 @@ def _stored(program: Program) -> list[tuple[Any, ...]]:
         if info.kind in ("param", "grad"):
             key = stored.dist, tuple(stored.meta.shape)
             if key not in known:
-                known[key] = _pieces(*key)
+                known[key] = _pieces(stored.dist, tuple(int(size) for size in stored.meta.shape))
             found.append((info.fqn, info.kind, stored.meta.dtype, known[key]))
     return found
 
