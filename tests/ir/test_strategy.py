@@ -58,7 +58,7 @@ def strategies(draw) -> Strategy:
     assume(math.prod(dict(axes).values()) <= MOST_RANKS)
     pipeline, chunks = draw(pipelines(dict(axes).get("pp", 1))), draw(st.integers(1, MOST_CHUNKS))
     share = st.one_of(st.just(0.0), st.just(1.0), st.integers(1, 10**6).map(lambda share: share / 10**6))
-    capacity = share.map(lambda share: share and 1000 * share + 1)
+    capacity = st.one_of(st.just(0.0), st.integers(10**6, 10**9).map(lambda capacity: capacity / 10**6))
     shares = {"offload": draw(share), "lsh": draw(share), "capacity": draw(capacity)}
     return Strategy(axes, *flags, pipeline, chunks=chunks, **shares)
 
@@ -294,7 +294,7 @@ SYNTAX = [
     (
         "ep2+capacity",
         "'capacity'",
-        "there is no capacity; write a number of 1 or more, such as capacity(1.25): below 1",
+        "there is no capacity; write a number of 1 or more, such as capacity(1.25)",
     ),
     ("ep2+capacity(0.99)", "'capacity(0.99)'", "'0.99' is no capacity"),
     ("ep2+capacity(2)+capacity(2)", "'ep2+capacity(2)+capacity(2)'", "flag 'capacity' is given twice"),
