@@ -29,6 +29,7 @@ from fxpar.ir.node_meta import fqn_of, is_on_host, phase_of
 from fxpar.ir.pass_base import GraphPass, ancestors, whole_forward
 from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
+from fxpar.ir.teams import lowered_for
 from fxpar.lowering.ladder import (
     PLACED,
     OnPass,
@@ -81,8 +82,8 @@ def lower(
     A strategy with pp gives a `PipelineGraph`, teams side by side a `TeamsGraph`, any other an `ExecGraph`.
 
     Raises StrategySyntaxError, NotYetError, OverrideError, RematGlobError, RematBudgetError, NothingToOffloadError,
-    GivenPassesError, RuleGlobError, RuleConflictError, RuleHeadsError, BinsError, TeamsBufferError, PassContractError
-    for what is no pass, the errors of `fxpar.stages.cut_stages`; VerifyError for a bug in a pass.
+    GivenPassesError, RuleGlobError, RuleConflictError, RuleHeadsError, BinsError, TeamsBufferError, TeamsGatherError,
+    PassContractError for what is no pass, the errors of `fxpar.stages.cut_stages`; VerifyError for a bug in a pass.
     """
     strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
     options: dict[str, Any] = {"storage": storage, "for_store": for_store, "sizes": sizes}
@@ -151,7 +152,7 @@ def graphs_after(
     ladder = default_passes(storage, for_store=for_store) if passes is None else passes
     if strategy.teams:
         for number in range(len(strategy.teams)):
-            team = strategy.of_team(number)
+            team = lowered_for(strategy, number)
             yield from graphs_after(logical, team, last, passes=ladder, on_pass=on_pass, verified=verified)
         return
     check_rules(logical, strategy)

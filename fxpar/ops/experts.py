@@ -113,10 +113,21 @@ def _spans(counts: Tensor) -> list[tuple[int, int, int]]:
     return found
 
 
+def _has_kernel(*operands: Tensor) -> bool:
+    """Whether torch's grouped product takes them: it copies matrices by 16 bytes, and knows no float64."""
+    return all(x.is_cuda and x.dtype != torch.float64 and x.numel() and _is_aligned(x) for x in operands)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    inner, outer = sorted(x.stride()[-2:])
+    step = 16 // x.itemsize
+    return inner == 1 and x.data_ptr() % 16 == 0 and not any(n % step for n in (outer, *x.stride()[:-2]))
+
+
 def _grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """In a loop, where there is no kernel for it: on the CPU, and in float64."""
+    """In a loop, where there is no kernel for it."""
     _check("grouped_mm", rows, weight, 2)
-    if rows.is_cuda and rows.dtype != torch.float64:
+    if _has_kernel(rows, weight) and not weight.shape[2] * weight.itemsize % 16:
         ends = counts.cumsum(0)
         out = F.grouped_mm(rows, weight, offs=ends.int())
         return out.masked_fill_((torch.arange(len(rows), device=rows.device) >= ends[-1])[:, None], 0.0)
@@ -128,7 +139,7 @@ def _grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 def _grouped_mm_backward(grad: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     """dweight [E, D, F] of grad [M, F] and rows [M, D]."""
-    if rows.is_cuda and rows.dtype != torch.float64:
+    if _has_kernel(grad, rows):
         out = F.grouped_mm(rows.t(), grad, offs=counts.cumsum(0).int())
         return out.masked_fill_((counts == 0)[:, None, None], 0.0)
     out = rows.new_zeros(counts.shape[0], rows.shape[1], grad.shape[1])
@@ -148,6 +159,8 @@ def _check_ids(op: str, x: Tensor, ids: Tensor) -> None:
         raise OpInputError(op, f"ids {tuple(ids.shape)} are not one for each row of {tuple(x.shape)}")
     if ids.dtype not in (torch.int64, torch.int32):
         raise OpInputError(op, f"ids are {ids.dtype}; give torch.int64 or torch.int32")
+    if isinstance(ids.shape[-1], int) and ids.shape[-1] < 1:
+        raise OpInputError(op, f"ids {tuple(ids.shape)} choose no expert for a token; give [N, K] with K of 1 at least")
 
 
 def _differ(a: Any, b: Any) -> bool:

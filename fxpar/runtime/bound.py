@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxpar.cost.flowing import flowing_pace
 from fxpar.ir.exec_graph import ExecGraph, Part
-from fxpar.runtime.micro import MicroRun, local_batch
+from fxpar.runtime.micro import MicroRun, local_batch, replica_of
 from fxpar.runtime.runner import Backend, Made, TrainRunner, own_memory, unheard
 from fxpar.runtime.spans import NO_SPANS, Spans
 from fxpar.schedule.mini_batch import Pace
@@ -21,7 +21,7 @@ class BoundGraph(TrainRunner[ExecGraph]):
 
     def __init__(self, program: ExecGraph, rank: int, groups: Mapping[str, str], compile: Backend = "eager") -> None:
         super().__init__(program, rank, groups, compile, dict(enumerate(program.body.results)))
-        self.replicas = range(program.strategy.replicas)
+        self.replica, self.replicas = replica_of(program, rank), range(program.strategy.replicas)
         for name in program.parts:
             self.compiled(name)
 

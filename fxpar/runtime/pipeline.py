@@ -112,7 +112,7 @@ class BoundPipeline:
     ) -> None:
         self.program, self.rank, self.replicas = program, rank, range(program.strategy.replicas)
         self._channels, self._column = channels, column
-        self._column_ranks, self._replica = program.column_of(rank), replica_of(program, rank)
+        self._column_ranks, self.replica = program.column_of(rank), replica_of(program, rank)
         self.stages = {
             stage.index: BoundStage(stage, rank, groups[stage.index], compile) for stage in program.stages_of(rank)
         }
@@ -174,6 +174,7 @@ class BoundPipeline:
             elif isinstance(step, Receive):
                 self._receive(step.transfer, plan, group)
             elif isinstance(step, Wait):
+                self._begin(step.transfer, group)
                 with spans.span("wait", step.transfer.micro_batch, step.transfer.target):
                     self._wait(step.transfer, group)
             else:
@@ -284,7 +285,7 @@ class BoundPipeline:
         values = group.received.pop(transfer, {})
         dims = group.dims[transfer.micro_batch]
         for handover in self._handovers[_SENT[transfer.what], transfer.stage]:
-            for message in handover.messages(dims, self._replica):
+            for message in handover.messages(dims, self.replica):
                 if message.source == self.rank:
                     piece = _part(values[handover.fqn], message.taken).contiguous()
                     group.sending.append((self._channels.send(piece, message.target), piece))
@@ -299,12 +300,21 @@ class BoundPipeline:
         for handover in self._handovers[_SENT[transfer.what], transfer.stage]:
             meta = handover.taken.local
             value = torch.empty(meta.sizes(dims), dtype=meta.dtype, device=self._device)
-            for message in handover.messages(dims, self._replica):
+            for message in handover.messages(dims, self.replica):
                 if message.target == self.rank:
                     place = _part(value, message.put)
                     buffer = place if place.is_contiguous() else torch.empty_like(place)
                     work = self._channels.receive(buffer, message.source)
                     arriving.append(_Arriving(handover.fqn, value, place, buffer, work))
+
+    def _begin(self, transfer: Transfer, group: _Group) -> None:
+        """While activations come, the forward that needs them does what it needs none for."""
+        if transfer.what == "activation":
+            number, stage = transfer.micro_batch, self.stages[transfer.target]
+            run = group.micro_batches[number]
+            batch = local_batch(stage.program, self._batch(number, group), self.rank, self._device)
+            coming = {each.fqn: each.value for each in group.arriving[transfer]}
+            stage.begin(number, batch, coming, run.scale, run.seed, run.idle)
 
     def _wait(self, transfer: Transfer, group: _Group) -> None:
         found = {}

@@ -105,7 +105,7 @@ class Runner(Generic[P]):
         if key not in self._compiled:
             part = getattr(self.program, name)
             graph = graph_of_rank(part.graph, self._groups, self._indices)
-            if name in ("input_part", "weight_part"):
+            if name in ("input_part", "weight_part", "early", "late"):
                 # In the joint order nothing reads later what an op writes over; in that of the halves something may.
                 functional(graph)
             if keep is not None:

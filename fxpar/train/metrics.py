@@ -68,6 +68,7 @@ def scalars(record: StepRecord) -> dict[str, float]:
         "optimizer/grad_norm": record.grad_norm,
         "optimizer/seconds": record.optimizer_s,
     }
+    found |= {f"loss/{name}": value for name, value in record.tasks.items()}
     found |= {f"metrics/{name}": value for name, value in record.metrics.items()}
     found |= {f"metrics/validation_{name}": value for name, value in record.validation_metrics.items()}
     for module, figures in record.experts.items():

@@ -36,7 +36,7 @@ def step_line(record: StepRecord, steps: int) -> str:
     """One step in one line."""
     parts = [
         f"step {record.step:>{len(str(steps))}}/{steps}",
-        f"loss {record.loss:.4f}" + (" skipped" if record.skipped else ""),
+        f"loss {record.loss:.4f}{metrics_text(record.tasks)}" + (" skipped" if record.skipped else ""),
         f"{record.tokens_per_s:,.0f} tok/s",
         f"lr {record.lr:.2e}",
     ]

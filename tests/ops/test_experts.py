@@ -59,6 +59,29 @@ def by_own_parts(x: Tensor, w: Tensor, p: Tensor, ids: Tensor) -> Tensor:
     return by_parts(x, w, p, ids, own_rows)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", [by_token, by_parts])
+@pytest.mark.parametrize("routing", ["spread", "alike", "absent"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+@pytest.mark.parametrize(("width", "inner"), [(64, 32), (8, 24), (5, 3), (12, 20)])
+def test_kernels_of_a_gpu(way, routing, dtype, tolerance, width, inner):
+    """Also where a row's bytes do not fit the kernel's alignment, and where experts have no row."""
+    g = torch.Generator().manual_seed(1)
+    shapes = (N, width), (4, width, inner), (N, 2)
+    made = [torch.randn(*shape, generator=g).to(dtype) for shape in shapes]
+    ids = ids_of(routing, 2, 4)
+    found = []
+    for device, wide in (("cpu", torch.float64), ("cuda", dtype)):
+        given = [x.to(device, wide).requires_grad_() for x in made]
+        out = way(*given, ids.to(device))
+        grad = torch.linspace(-1, 1, out.numel(), device=device, dtype=wide).view_as(out)
+        found.append([out.detach(), *torch.autograd.grad(out, given, grad)])
+    for want, have in zip(*found, strict=True):
+        assert have.dtype == dtype
+        difference = (have.cpu().double() - want).norm()
+        assert difference <= tolerance * want.norm()
+
+
 @pytest.mark.parametrize("way", [by_token, by_parts, by_own_parts])
 @pytest.mark.parametrize("routing", ["spread", "alike", "absent"])
 @pytest.mark.parametrize(("slots", "experts"), [(1, 1), (1, 4), (2, 4), (3, 16), (8, 8)])
@@ -118,6 +141,7 @@ def test_captures_with_symbolic_tokens_and_is_differentiated_once():
         (torch.zeros(4, 2, 5), torch.zeros(2, 5, 3).double(), torch.zeros(4, 2, dtype=torch.int64), "one dtype"),
         (torch.zeros(4, 2, 5), torch.zeros(2, 5, 3), torch.zeros(4, 3, dtype=torch.int64), "one for each row"),
         (torch.zeros(4, 2, 5), torch.zeros(2, 5, 3), torch.zeros(4, 2), "torch.int64 or torch.int32"),
+        (torch.zeros(4, 0, 5), torch.zeros(2, 5, 3), torch.zeros(4, 0, dtype=torch.int64), "choose no expert"),
     ],
 )
 def test_bad_operands(x, w, ids, why):

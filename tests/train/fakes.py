@@ -45,6 +45,8 @@ class FakeModel(nn.Module):
                 groups.append(group_report(limit, strategy, mine))
         return SimpleNamespace(
             metrics={"accuracy": 0.5},
+            tasks={},
+            sequences=len(sequences),
             experts=(ExpertLoad("moe", (1.0, 3.0), (4.0,)),),
             loss=math.nan if skipped else float(loss.detach() / valid),
             tokens=valid + len(sequences),

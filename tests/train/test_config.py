@@ -235,7 +235,7 @@ def test_the_examples_are_valid():
     from pathlib import Path
 
     examples = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
-    assert [read_config(path).name for path in examples] == ["long_tail", "static"]
+    assert [read_config(path).name for path in examples] == ["clip", "llava", "long_tail", "static", "translate"]
 
 
 def test_weights_need_their_folder_and_their_tokenizer(tmp_path):
