@@ -48,13 +48,20 @@ from fxpar.ir.pass_base import Tier, tensor_operands
 from fxpar.ir.strategy import Strategy
 from fxpar.ops import copies
 from fxpar.ops.traits import BY_EXPERT, EXPERT_PRODUCTS_BACKWARD, SIZES
-from fxpar.rules.slots import Rows, has_tokens, is_by_token, ranks_alike, rows_of, shapes_of
+from fxpar.rules.slots import (
+    LOOKUPS,
+    Kinds,
+    Rows,
+    has_tokens,
+    is_by_token,
+    ranks_alike,
+    shapes_of,
+    source_of_ids,
+    walk_rows,
+)
 
 aten, own = torch.ops.aten, torch.ops.fxpar
-# Lookups in tables of a row per expert: op -> where the ids stand.
-_LOOKUPS: dict[Any, int] = {own.embedding.default: 1, own.embedding_backward.default: 1}
 _GRADIENTS = EXPERT_PRODUCTS_BACKWARD | {own.embedding_backward.default}
-Kinds = Rows | tuple[Rows, ...]
 _MANY = 1 << 20  # elements of a dim that grows with the batch
 _MOST_STEPS = 6  # between what travels and the product that reads it
 
@@ -114,20 +121,13 @@ def _groups(graph: AnnotatedGraph) -> list[_Group]:
             ids = node.args[2]
             made = local_tensor(node if node.target in EXPERT_PRODUCTS_BACKWARD else node.args[1])
             experts = int(made.shape[0]) * ranks(axis)
-            found.setdefault((_source(ids), axis), _Group(axis, ids, experts)).members.append(node)
+            found.setdefault((source_of_ids(ids), axis), _Group(axis, ids, experts)).members.append(node)
     for node in graph.graph.nodes:
-        at = _LOOKUPS.get(node.target)
+        at = LOOKUPS.get(node.target)
         for (source, _), group in found.items() if at is not None else ():
-            if _source(node.args[at]) is source:
+            if source_of_ids(node.args[at]) is source:
                 group.members.append(node)
     return list(found.values())
-
-
-def _source(ids: Any) -> fx.Node:
-    """Where ids come from: gathered twice, for forward and backward, they are the same."""
-    while c.is_collective(ids) or ids.target is aten.detach.default:
-        ids = ids.args[0]
-    return ids
 
 
 @dataclass
@@ -157,6 +157,9 @@ class _Exchange:
         self.tokens, self.slots = shape
         self.alike = ranks_alike(group.members[0])
         self.axes = hops
+        self.members: dict[fx.Node, Rows] = {
+            node: "same" if node.target in _GRADIENTS else "zero" for node in group.members
+        }
         self.hops: list[_Hop] = []
         self.received: dict[fx.Node, fx.Node] = {}  # a value of the rank's own tokens -> that of the copies it gets
         self.here: fx.Node | None = None  # the call in front of which nodes are made
@@ -181,7 +184,7 @@ class _Exchange:
         """
         stay: set[fx.Node] = set()
         while True:
-            found = self._walk(stay)
+            found = walk_rows(self.graph.nodes, self.members, self.tokens, self.slots, stay)
             junk = (n for n, kind in found.items() if kind == "junk")
             leaves: set[Any] = {n for n in junk if any(u not in found for u in n.users)}
             leaves = {n.args[0] if n.target is operator.getitem else n for n in leaves}  # all results of an op
@@ -220,30 +223,6 @@ class _Exchange:
         """What has to travel for a call besides its rows."""
         others = (o for o in node.all_input_nodes if o not in found and not is_size(o) and has_tokens(o))
         return {one for other in others for one in self._sources(other)}
-
-    def _walk(self, stay: set[fx.Node]) -> dict[fx.Node, Kinds]:
-        found: dict[fx.Node, Kinds] = {}
-        members = set(self.group.members)
-        for node in self.graph.nodes:
-            if node in members:
-                found[node] = "same" if node.target in _GRADIENTS else "zero"
-            elif (
-                node.op == "call_function"
-                and node not in stay
-                and any(found.get(o) not in (None, "same", "term") for o in node.all_input_nodes)
-            ):
-                kind = self._made(node, found)
-                if kind is not None:
-                    found[node] = kind
-        return found
-
-    def _made(self, node: fx.Node, found: dict[fx.Node, Kinds]) -> Kinds | None:
-        if node.target is operator.getitem:
-            source: Any = node.args
-            kinds = found[source[0]]
-            return kinds[source[1]] if isinstance(kinds, tuple) else kinds
-        given: list[Any] = [found.get(o) or ("same" if has_tokens(o) else None) for o in tensor_operands(node)]
-        return rows_of(node, given, self.tokens, self.slots)
 
     # --------------------------------------------------------------------------------------------- making calls
     def _call(self, target: Any, args: tuple[Any, ...], meta: Any) -> fx.Node:
@@ -327,7 +306,7 @@ class _Exchange:
     # ------------------------------------------------------------------------------------------- calls on copies
     def _take_over(self, node: fx.Node, rows: dict[fx.Node, Kinds]) -> None:
         """Let a call work on copies."""
-        at = 2 if node.target in BY_EXPERT else _LOOKUPS.get(node.target)
+        at = 2 if node.target in BY_EXPERT else LOOKUPS.get(node.target)
         ids = None if at is None else node.args[at]
         own_ids = self.numbered if node.target in BY_EXPERT else self.masked
 

@@ -144,13 +144,13 @@ class NothingToOffloadError(FxparError):
 
 
 class NothingToCompressError(FxparError):
-    """A strategy, or a rule of one, compresses the rows of experts, and there are no experts."""
+    """A strategy, or a rule of one, compresses the rows of experts or limits them, and there are no experts."""
 
-    def __init__(self, strategy: str, rule: str, model: str) -> None:
+    def __init__(self, strategy: str, rule: str, model: str, flag: str) -> None:
         who = f"rule {rule!r} of strategy {strategy!r}" if rule else f"strategy {strategy!r}"
         where = f"the modules of {model!r} that it is about have" if rule else f"model {model!r} has"
         super().__init__(
-            f"{who}: lsh(...) lets experts see means of similar rows, but {where} none. "
+            f"{who}: {flag}(...) says which rows experts see, but {where} none. "
             "Leave the flag out, or write it for modules around experts."
         )
 
@@ -162,6 +162,17 @@ class ExpertRowsError(FxparError):
         super().__init__(
             f"lsh(...): in {module!r} of model {model!r} %{node} {why}; means can stand in for rows only where each is "
             f"treated by itself. Leave these experts out with a rule, such as [{module or '*'}: +lsh(none)]."
+        )
+
+
+class CapacityError(FxparError):
+    """Rows of experts cannot be left out, for what is made of them."""
+
+    def __init__(self, model: str, node: str, module: str, why: str) -> None:
+        super().__init__(
+            f"capacity(...): in {module!r} of model {model!r} %{node} {why}; a row can be left out only where it is "
+            f"nothing to its token then. Leave these experts out with a rule, such as [{module or '*'}: "
+            "+capacity(none)]."
         )
 
 

@@ -241,7 +241,7 @@ def _check_moved(program: Program, strategy: Strategy, ladder: Sequence[GraphPas
     although there is a backward.
     """
     has_backward = any(out.kind == "grad" for out in program.outputs)
-    if not (strategy.most_offload and has_backward and any(step.name == Offload.name for step in ladder)):
+    if not (strategy.most("offload") and has_backward and any(step.name == Offload.name for step in ladder)):
         return
     if strategy.by_stage:
         for stage, own in zip(program.placed, strategy.by_stage, strict=True):

@@ -32,6 +32,7 @@ from fxpar.passes.global_to_local import GlobalToLocal
 from fxpar.passes.hide_reductions import HideReductions
 from fxpar.passes.hoist_collectives import HoistCollectives
 from fxpar.passes.insert_reshards import InsertReshards
+from fxpar.passes.limit_experts import LimitExperts
 from fxpar.passes.lower_collectives import LowerCollectives
 from fxpar.passes.mask_padding import MaskPadding
 from fxpar.passes.narrow_gradients import NarrowGradients
@@ -78,6 +79,7 @@ def default_passes(
         Cleanup(),
         GlobalToLocal(),
         RingAttention(),
+        LimitExperts(),
         CompressDispatch(),
         ExchangeTokens(cluster, at),
         SortRows(),

@@ -13,17 +13,21 @@ from torch import Tensor, fx
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.node_meta import counted_by, fqn_of, is_again, is_backward, local_tensor
+from fxpar.ops.copies import within_capacity
 from fxpar.runtime.report import ExpertLoad
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """Experts of a module, of all ranks: those of a rank begin at its place on `axis`; `alike` ranks count each row."""
+    """Experts of a module, of all ranks: those of a rank begin at its place on `axis`; `alike` ranks count each row.
+    `wanted`: the counts are those before a capacity leaves rows out.
+    """
 
     module: str
     experts: int
     axis: str
     alike: int
+    wanted: bool
 
 
 def _layers(nodes: Iterable[fx.Node], mesh: Mesh) -> list[tuple[fx.Node, _Layer]]:
@@ -33,7 +37,9 @@ def _layers(nodes: Iterable[fx.Node], mesh: Mesh) -> list[tuple[fx.Node, _Layer]
         axis, alike = counted_by(node)
         if alike and node.op == "call_function" and not is_backward(node) and not is_again(node):
             here: Any = local_tensor(node).shape[0]
-            found.append((node, _Layer(fqn_of(node), here * (mesh.degree(axis) if axis else 1), axis, alike)))
+            total, source = here * (mesh.degree(axis) if axis else 1), node.args[0]
+            wanted = isinstance(source, fx.Node) and source.target is within_capacity
+            found.append((node, _Layer(fqn_of(node), total, axis, alike, wanted)))
     return found
 
 
@@ -60,16 +66,18 @@ class ExpertRows:
             self._counts[number] = counts if before is None else before + counts
 
     def take(self) -> dict[str, Tensor]:
-        """Of each module with experts [E + 1]: what to add up over ranks for the rows of each expert, and the rows that
-        this rank has had. Counting begins anew.
+        """Of each module with experts [2 * E + 1]: what to add up over ranks for the rows of each expert, and for those
+        that each would have had without a capacity (zeros if there is none), and the rows that this rank has had.
+        Counting begins anew.
         """
         found: dict[str, Tensor] = {}
         for number, counts in self._counts.items():
             layer = self._watched[number]
-            rows = counts.new_zeros(layer.experts + 1, dtype=torch.float64)
+            rows = counts.new_zeros(2 * layer.experts + 1, dtype=torch.float64)
             first = len(counts) * (self.mesh.index(self.rank, layer.axis) if layer.axis else 0)
+            first += layer.experts * layer.wanted
             rows[first : first + len(counts)] = counts / layer.alike
-            rows[-1] = counts.sum()
+            rows[-1] = counts.sum() * (not layer.wanted)
             found[layer.module] = found[layer.module] + rows if layer.module in found else rows
         self._counts.clear()
         return found
@@ -95,14 +103,20 @@ def expert_loads(
     """
     if not layers:
         return ()
-    sums = {name: torch.zeros(experts + world, dtype=torch.float64, device=device) for name, experts in layers.items()}
+    sizes = {name: 2 * experts + world for name, experts in layers.items()}
+    sums = {name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in sizes.items()}
     for found in groups:
         for name, rows in found.items():
-            sums[name][: layers[name]] += rows[:-1]
-            sums[name][layers[name] + rank] += rows[-1]
+            sums[name][: len(rows) - 1] += rows[:-1]
+            sums[name][len(rows) - 1 + rank] += rows[-1]
     whole = torch.cat([*sums.values()])
     if world > 1:
         dist.all_reduce(whole, group=process_group)
-    parts = [part.tolist() for part in whole.split([len(part) for part in sums.values()])]
-    pairs = zip(layers.items(), parts, strict=True)
-    return tuple(ExpertLoad(name, tuple(rows[:n]), tuple(rows[n:])) for (name, n), rows in pairs if any(rows))
+    loads = []
+    for (name, experts), part in zip(layers.items(), whole.split([*sizes.values()]), strict=True):
+        rows, wanted, ranks = part.tensor_split((experts, 2 * experts))
+        if part.any():
+            loads.append(
+                ExpertLoad(name, *(tuple(one.tolist()) for one in (rows, ranks, wanted[: any(wanted) * experts])))
+            )
+    return tuple(loads)

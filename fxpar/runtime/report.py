@@ -48,12 +48,19 @@ class GroupReport:
 @dataclass(frozen=True)
 class ExpertLoad:
     """How even the work of one module's experts was in a mini-batch: rows that went to each expert, and rows that each
-    rank of the world has computed. A row is a token for one of its experts; padding counts.
+    rank of the world has computed. A row is a token for one of its experts; padding counts. `wanted` are the rows that
+    the router sent to each expert where a capacity has left some out, else ().
     """
 
     module: str
     experts: tuple[float, ...]
     ranks: tuple[float, ...]
+    wanted: tuple[float, ...] = ()
+
+    @property
+    def dropped(self) -> float:
+        """The share of rows that a capacity has left out."""
+        return 1.0 - math.fsum(self.experts) / math.fsum(self.wanted) if self.wanted else 0.0
 
     @property
     def expert_balance(self) -> float:
@@ -62,7 +69,8 @@ class ExpertLoad:
 
     def figures(self) -> dict[str, float]:
         """What a record of a run has of it."""
-        return {"experts": self.expert_balance, "ranks": self.rank_balance}
+        found = {"experts": self.expert_balance, "ranks": self.rank_balance}
+        return {**found, "dropped": self.dropped} if self.wanted else found
 
     @property
     def rank_balance(self) -> float:

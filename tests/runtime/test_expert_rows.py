@@ -44,8 +44,8 @@ def test_each_row_counts_once_for_its_expert(strategy: str) -> None:
     found, want = routed()
     program = lowered(found, strategy)
     ranks = run_world(program, found.params, found.buffers, found.batches, assign(program.strategy, 2), 1.0)
-    rows = [rank["experts"].get(LAYER, torch.zeros(EXPERTS + 1)) for rank in ranks]
-    assert sum(rows)[:-1].tolist() == want
+    rows = [rank["experts"].get(LAYER, torch.zeros(2 * EXPERTS + 1)) for rank in ranks]
+    assert sum(rows)[:EXPERTS].tolist() == want
     assert expert_layers([program]) == {LAYER: EXPERTS}
     together = sum(LENGTHS) * SLOTS
     assert sum(rows)[-1] == together * (2 if ".tp2" in strategy else 1)
@@ -53,7 +53,7 @@ def test_each_row_counts_once_for_its_expert(strategy: str) -> None:
 
 def test_loads_of_several_groups() -> None:
     device = torch.device("cpu")
-    groups = [{"b": torch.tensor([1.0, 3, 4])}, {"b": torch.tensor([2.0, 0, 2])}, {}]
+    groups = [{"b": torch.tensor([1.0, 3, 0, 0, 4])}, {"b": torch.tensor([2.0, 0, 0, 0, 2])}, {}]
     (load,) = expert_loads(groups, {"a": 3, "b": 2}, 0, 1, device, None)
     assert load == ExpertLoad("b", (3.0, 3.0), (6.0,))
     assert ExpertLoad("b", (1.0, 3.0), (4.0, 0.0, 2.0)).expert_balance == 1.5
