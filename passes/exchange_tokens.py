@@ -16,6 +16,9 @@ The backward likewise: gradients of results travel to the experts, those of toke
 are saved where its experts are, and copies are counted once for both. How many a rank gets is known at run time
 (`fxpar.ir.counts`). A product whose surroundings are not known travels alone, there and back.
 
+What is sent starts as soon as it is there, and is waited for where it is read: weights of slots travel while the first
+products run, results of experts while gradients of their weights are computed.
+
 Cost in bytes per rank and layer, forward as backward: a row of D there and one back for each copy that leaves, and a
 number for each slot. Results are those of one device but for rounding: terms are added up by rank.
 """
@@ -34,7 +37,7 @@ from fxpar.ir import collectives as c
 from fxpar.ir.axes import EXPERTS
 from fxpar.ir.counts import run_count
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
-from fxpar.ir.node_meta import dists_of, is_size, local_meta, local_tensor, wanted_dists
+from fxpar.ir.node_meta import dists_of, is_backward, is_size, local_meta, local_tensor, wanted_dists
 from fxpar.ir.pass_base import Tier, tensor_operands
 from fxpar.ir.strategy import Strategy
 from fxpar.ops import copies
@@ -241,12 +244,21 @@ class _Exchange:
         self.size.meta["sym"] = self.received_rows
 
     def _send(self, value: fx.Node) -> fx.Node:
-        """Of the rank's own tokens -> of the copies that it gets."""
-        meta = local_tensor(value)
+        """Of the rank's own tokens -> of the copies that it gets. It starts as soon as the value and counts are there, so
+        that it travels while experts compute.
+        """
+        meta, reader = local_tensor(value), self.here
+        assert reader is not None
+        if is_backward(value) == is_backward(reader):
+            self.here = max(value, self.come).next
         picked = TensorMeta((self.sent_rows, *meta.shape[1:]), meta.dtype)
         rows = self._call(aten.index_select.default, (value, 0, self.to), picked)
         got = TensorMeta((self.received_rows, *meta.shape[1:]), meta.dtype)
-        return self._call(c.exchange, (rows, self.group.axis, self.sent, self.come), got)
+        sent = self._call(c.exchange, (rows, self.group.axis, self.sent, self.come), got)
+        for node in (rows, sent):
+            self._place(node, reader)
+        self.here = reader
+        return sent
 
     def _back(self, node: fx.Node, rows: dict[fx.Node, Kinds]) -> None:
         """What others read of a value comes back, summed up over copies."""
@@ -257,6 +269,7 @@ class _Exchange:
         terms = self._call(c.exchange, (node, self.group.axis, self.come, self.sent), got)
         self._place(terms, node)
         whole = TensorMeta((self.tokens, *meta.shape[1:]), meta.dtype)
+        self.here = min(readers)  # nobody waits for it before
         summed = self._call(copies.sum_copies, (terms, self.to, self.sent, self.group.ids), whole)
         self._place(summed, node)
         summed.meta.update(self.whole.get(node, {}))
