@@ -20,6 +20,9 @@ With a cluster of several nodes, and where the cost room says that it pays (`fxp
 copy of a token goes to each *node* that has one of its experts, to the rank with the sender's place there, and copies
 of it from there to the ranks of that node. On the way back terms are added up in the node first.
 
+What is sent starts as soon as it is there, and is waited for where it is read: weights of slots travel while the first
+products run, results of experts while gradients of their weights are computed.
+
 Cost in bytes per rank and layer, forward as backward: a row of D there and one back for each copy that leaves, and a
 number for each slot. Results are those of one device but for rounding: terms are added up by rank.
 """
@@ -43,7 +46,7 @@ from fxpar.ir import collectives as c
 from fxpar.ir.axes import EXPERTS
 from fxpar.ir.counts import run_count
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta, run_dims
-from fxpar.ir.node_meta import dists_of, is_size, local_meta, local_tensor, wanted_dists
+from fxpar.ir.node_meta import dists_of, is_backward, is_size, local_meta, local_tensor, wanted_dists
 from fxpar.ir.pass_base import Tier, tensor_operands
 from fxpar.ir.strategy import Strategy
 from fxpar.ops import copies
@@ -282,9 +285,18 @@ class _Exchange:
         return self._call(c.exchange, (rows, hop.axis, hop.sent, hop.come), got)
 
     def _send(self, value: fx.Node) -> fx.Node:
-        """Of the rank's own tokens -> of the copies that it gets."""
+        """Of the rank's own tokens -> of the copies that it gets. It starts once the value and counts are there, so
+        that it travels while experts compute.
+        """
+        reader = self.here
+        assert reader is not None
+        if is_backward(value) == is_backward(reader):
+            self.here = max(value, self.hops[-1].come).next
         for hop in self.hops:
             value = self._travel(value, hop)
+            for node in (value, value.args[0]):
+                self._place(node, reader)
+        self.here = reader
         return value
 
     def _back(self, node: fx.Node, rows: dict[fx.Node, Kinds]) -> None:
@@ -296,6 +308,8 @@ class _Exchange:
             got = TensorMeta((hop.sent_rows, *meta.shape[1:]), meta.dtype)
             terms = self._call(c.exchange, (summed, hop.axis, hop.come, hop.sent), got)
             self._place(terms, node)
+            if hop is self.hops[0]:
+                self.here = min(readers)  # nobody waits for it before
             whole = TensorMeta((hop.rows, *meta.shape[1:]), meta.dtype)
             summed = self._call(copies.sum_copies, (terms, hop.to, hop.sent, hop.ids), whole)
             self._place(summed, node)

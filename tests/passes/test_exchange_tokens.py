@@ -251,3 +251,15 @@ def test_a_ladder_without_the_pass() -> None:
     ladder = [step for step in default_passes() if step.name != "exchange_tokens"]
     with pytest.raises(VerifyError, match="'sort_rows' needs tokens at their experts"):
         lower(pack_documents(moe().graph), "ep2", passes=ladder)
+
+
+def test_what_travels_starts_before_the_products() -> None:
+    """In the forward the weights of slots too, which are read behind the last product; and nobody waits for what comes
+    back before it is read.
+    """
+    order = list(program("ep4").body.graph.nodes)
+    products = [n for n in order if n.target in (own.grouped_mm.default, own.grouped_mm_backward.default)]
+    travels = [n for n in order if n.target is copies.exchange and not n.meta.get("backward")]
+    assert [n < products[0] for n in travels] == [True, True, True, False]  # ids, tokens, weights; results
+    summed = [n for n in order if n.target is copies.sum_copies]
+    assert all(min(n.users) is n.next for n in summed)
