@@ -147,7 +147,11 @@ AT_MOST: dict[str, int] = {
     **dict.fromkeys(["topk_group", "first_k_dense_replace", "num_dense_layers"], 1),
 }
 # Sizes that some types leave open by default.
-UNSET = {"n_inner": FFN, "n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_shared_experts": 1}
+UNSET = {
+    **{"n_inner": FFN, "n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    **{"indexer_n_heads": HEADS, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM},
+    **{"indexer_budget": WINDOW // 2, "indexer_compress_ratio": 4},
+}
 FLAGS = {"use_cache": False, "is_decoder": True}
 
 
