@@ -12,9 +12,12 @@ _MOST_STEPS = 5000
 _WARM, _COLD = 0.0015, 0.0002
 
 
-def improved(problem: Problem, pieces: Sequence[Piece], effort: int, enough_ms: float, seed: int = 0) -> list[Piece]:
+def improved(
+    problem: Problem, pieces: Sequence[Piece], effort: int, enough_ms: float, seed: int = 0, loans: bool = False
+) -> list[Piece]:
     """The shortest order found by simulated annealing (Kirkpatrick et al. 1983) that times `effort` pieces at most,
-    never longer than the given one. It ends at one of `enough_ms`. Equal arguments give equal orders.
+    never longer than the given one. It ends at one of `enough_ms`. `loans`: pieces lend devices to others too. Equal
+    arguments give equal orders.
     """
     random = Random(seed)
     here = best = tidied(problem, pieces)
@@ -22,11 +25,12 @@ def improved(problem: Problem, pieces: Sequence[Piece], effort: int, enough_ms: 
     steps = min(effort // len(here), _MOST_STEPS)
     cooling = (_COLD / _WARM) ** (1 / max(steps, 1))
     heat = _WARM * least
+    moves, weights = (MOVES, _WEIGHTS) if loans else (MOVES[:-1], _WEIGHTS[:-1])
     for _ in range(steps):
         if least <= enough_ms:
             break
         heat *= cooling
-        (move,) = random.choices(MOVES, _WEIGHTS)
+        (move,) = random.choices(moves, weights)
         there = move(problem, list(here), random.randrange(len(here)), random)
         if there is None:
             continue

@@ -51,6 +51,9 @@ def test_it_finds_shorter_orders():
     check_order(problem, found)
     assert max(problem.times(found)[1]) < 0.96 * max(problem.times(here)[1])
     assert found == improved(problem, here, 20_000, bound)
+    lent = improved(problem, here, 20_000, bound, loans=True)
+    check_order(problem, lent)
+    assert lent != found
 
 
 def test_what_was_found_is_kept():
