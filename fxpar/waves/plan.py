@@ -18,7 +18,7 @@ from fxpar.waves.step import Step, step_of
 from fxpar.waves.work import Devices, TaskGraph
 
 EFFORT = 60_000  # pieces that each local search times
-_AGAIN = 3  # local searches from the best that was found
+_AGAIN = 2  # local searches from the best that was found
 _WAVES = "waves"
 
 
@@ -73,9 +73,9 @@ def plan_waves(graph: TaskGraph, devices: Devices, *, effort: int = EFFORT) -> W
     """Plan one training step of all tasks of `graph`, which is Spindle's problem (arXiv 2409.03365, section 3).
 
     Starts are Spindle's waves under each of its rules, of which the shortest is taken, and orders without levels. Each
-    is improved by local search of so much `effort`, and the best of them again; all are placed and timed, and the
-    shortest step is kept, of equal ones that of fewest pieces. Spindle's own are among them, so a plan is never longer.
-    Equal arguments give equal plans.
+    is improved by local searches of so much `effort`, and the best of them again; all are placed and timed, and the
+    shortest step is kept, of equal ones that of fewest pieces. Spindle's own are among them, so a plan is never
+    longer. Equal arguments give equal plans.
 
     Raises FitsNoDevicesError.
     """
@@ -105,10 +105,15 @@ def _orders(problem: Problem, bound: Relaxed, effort: int) -> Iterator[tuple[str
     yield from starts.items()
     enough = bound.bound_ms * (1 + 1e-9)
     better = {name: improved(problem, start, effort, enough) for name, start in starts.items()}
-    yield from ((f"{name}, improved", order) for name, order in better.items())
+    found = {f"{name}, improved": order for name, order in better.items()}
     name = min(better, key=lambda one: _ms(problem, better[one]))
     for seed in range(1, _AGAIN + 1):
-        yield f"{name}, improved again {seed}", improved(problem, better[name], effort, enough, seed)
+        found[f"{name}, improved again {seed}"] = improved(problem, better[name], effort, enough, seed)
+    found[f"{name}, with loans"] = improved(problem, starts[name], effort, enough, loans=True)
+    for seed in range(1, _AGAIN + 1):
+        best = min(found.values(), key=lambda one: _ms(problem, one))
+        found[f"the best, with loans {seed}"] = improved(problem, best, effort, enough, seed, loans=True)
+    yield from found.items()
     yield "whole", _whole(problem, bound)
 
 
