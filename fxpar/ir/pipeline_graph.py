@@ -63,8 +63,8 @@ class StageProgram(Program):
 
     @functools.cached_property
     def early(self) -> Part | None:
-        """What of the forward reads parameters, and of what is received only sizes: a tower of its own, which runs while
-        the stage before does. Its results are what `late` reads of it. None if there is no such work.
+        """What of the forward reads parameters, and of what is received sizes only: a tower of its own, which runs
+        while the stage before does. Its results are what `late` reads of it. None if there is no such work.
         """
         return None if self._halves is None else self._halves[0]
 
