@@ -16,30 +16,39 @@ The backward likewise: gradients of results travel to the experts, those of toke
 are saved where its experts are, and copies are counted once for both. How many a rank gets is known at run time
 (`fxpar.ir.counts`). A product whose surroundings are not known travels alone, there and back.
 
+With a cluster of several nodes, and where the cost room says that it pays (`fxpar.cost.hops`), the exchange is two: a
+copy of a token goes to each *node* that has one of its experts, to the rank with the sender's place there, and copies
+of it from there to the ranks of that node. On the way back terms are added up in the node first.
+
 Cost in bytes per rank and layer, forward as backward: a row of D there and one back for each copy that leaves, and a
 number for each slot. Results are those of one device but for rounding: terms are added up by rank.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.hops import hops_to_experts
 from fxpar.ir import collectives as c
 from fxpar.ir.axes import EXPERTS
 from fxpar.ir.counts import run_count
-from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.graph import AnnotatedGraph, TensorMeta, run_dims
 from fxpar.ir.node_meta import dists_of, is_size, local_meta, local_tensor, wanted_dists
 from fxpar.ir.pass_base import Tier, tensor_operands
 from fxpar.ir.strategy import Strategy
 from fxpar.ops import copies
 from fxpar.ops.traits import BY_EXPERT, EXPERT_PRODUCTS_BACKWARD, SIZES
-from fxpar.rules.slots import Rows, has_tokens, is_by_token, rows_of, shapes_of
+from fxpar.rules.slots import Rows, has_tokens, is_by_token, ranks_alike, rows_of, shapes_of
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 # Lookups in tables of a row per expert: op -> where the ids stand.
@@ -52,14 +61,24 @@ _MOST_STEPS = 6  # between what travels and the product that reads it
 
 @dataclass(frozen=True)
 class ExchangeTokens:
-    """No options."""
+    """`cluster`: which ranks share a node, and what links carry; None: all are on one node. `sizes` are those of a
+    micro-batch as a run has them, by default the example's.
+    """
 
+    cluster: ClusterSpec | None = None
+    sizes: tuple[tuple[str, int], ...] = ()
     name: ClassVar[str] = "exchange_tokens"
     tier: ClassVar[Tier] = "numeric"
 
     def __call__(self, graph: AnnotatedGraph) -> None:
-        for number, group in enumerate(_groups(graph)):
-            _Exchange(graph, group, number).run()
+        numbers = itertools.count()  # of the sizes that are known at run time
+        for group in _groups(graph):
+            _Exchange(graph, group, self._hops(graph, group), numbers).run()
+
+    def _hops(self, graph: AnnotatedGraph, group: _Group) -> tuple[str, ...]:
+        x, slots = local_tensor(group.members[0].args[0]), int(local_tensor(group.ids).shape[1])  # type: ignore[arg-type]
+        nbytes = x.numel(run_dims(graph, dict(self.sizes))) // slots * x.dtype.itemsize
+        return hops_to_experts(graph.strategy.mesh, group.axis, self.cluster, slots, group.experts, nbytes)
 
 
 def experts_axis(node: fx.Node, strategy: Strategy) -> str:
@@ -111,18 +130,34 @@ def _source(ids: Any) -> fx.Node:
     return ids
 
 
+@dataclass
+class _Hop:
+    """One exchange: over an axis, of how many rows at its start, with what it sends and receives. Nodes: the ids by
+    which rows are routed, which of the rows go, in what order, how many to each rank and how many from each.
+    """
+
+    axis: str
+    rows: Any
+    sent_rows: Any
+    received_rows: Any
+    ids: fx.Node
+    to: fx.Node
+    sent: fx.Node
+    come: fx.Node
+
+
 class _Exchange:
     """Makes one group's calls work on copies of tokens."""
 
-    def __init__(self, graph: AnnotatedGraph, group: _Group, number: int) -> None:
-        self.graph, self.group = graph.graph, group
-        self.ranks = graph.strategy.mesh.degree(group.axis)
+    def __init__(self, graph: AnnotatedGraph, group: _Group, hops: tuple[str, ...], numbers: Iterator[int]) -> None:
+        self.graph, self.group, self.numbers = graph.graph, group, numbers
+        self.degree = graph.strategy.mesh.degree
+        self.ranks = self.degree(group.axis)
         shape: Any = local_tensor(group.ids).shape
         self.tokens, self.slots = shape
-        mean = copies.mean_copies(self.slots, group.experts, self.ranks)
-        most = min(self.slots, self.ranks)
-        self.sent_rows = run_count(mean, most, self.tokens, 2 * number)
-        self.received_rows = run_count(mean, self.ranks, self.tokens, 2 * number + 1)
+        self.alike = ranks_alike(group.members[0])
+        self.axes = hops
+        self.hops: list[_Hop] = []
         self.received: dict[fx.Node, fx.Node] = {}  # a value of the rank's own tokens -> that of the copies it gets
         self.here: fx.Node | None = None  # the call in front of which nodes are made
         self.whole: dict[fx.Node, dict[str, Any]] = {}  # how values lie that are made of copies now
@@ -226,39 +261,65 @@ class _Exchange:
 
     def _route(self) -> None:
         """Which tokens go where, how many come from where, and the ids of those."""
-        ids, axis = self.group.ids, self.group.axis
-        number = torch.int64
-        self.counts = (TensorMeta((self.sent_rows,), number), TensorMeta((self.ranks,), number))
-        routes = self._call(copies.copies, (ids, self.group.experts, self.ranks), self.counts)
-        self.to, self.sent = (self._call(operator.getitem, (routes, i), self.counts[i]) for i in (0, 1))
-        self.come = self._call(c.all_to_all, (self.sent, axis, 0, (), 0, ()), self.counts[1])
-        self.received[ids] = raw = self._send(ids)
-        each, meta = self.group.experts // self.ranks, local_tensor(raw)
+        ids, axis, each = self.group.ids, self.group.axis, self.group.experts
+        raw, reached = ids, 1
+        for hop in self.axes:
+            if self.hops:  # to a node: numbered as its experts are
+                outer = self.hops[-1].axis
+                ids = self._call(copies.own_ids, (raw, each, f"#{outer}", True), local_tensor(raw))
+            reached *= self.degree(hop)
+            self.hops.append(self._hop(hop, ids, each, reached))
+            raw = self._travel(raw, self.hops[-1])
+            each //= self.degree(hop)
+        self.received_rows = self.hops[-1].received_rows
+        self.received[self.group.ids] = raw
+        meta = local_tensor(raw)
         self.numbered = self._call(copies.own_ids, (raw, each, f"#{axis}", True), meta)
+        rows = run_count(Fraction(self.slots), self.slots * self.ranks, self.tokens, next(self.numbers))
+        order = TensorMeta((rows,), torch.int64), TensorMeta((each,), torch.int64)
+        self._call(copies.own_rows, (self.numbered, each), order).meta["experts"] = (axis, self.alike)
         self.masked = self._call(copies.own_ids, (raw, each, f"#{axis}", False), meta)
         self.size = self._call(aten.sym_size.int, (raw, 0), None)
         del self.size.meta["tensor"], self.size.meta["local"]
         self.size.meta["sym"] = self.received_rows
 
+    def _hop(self, axis: str, ids: fx.Node, experts: int, reached: int) -> _Hop:
+        """An exchange over an axis of rows with such ids, after which each token is on `reached` ranks at most."""
+        ranks, rows, before = self.degree(axis), local_tensor(ids).shape[0], reached // self.degree(axis)
+        mean = copies.mean_copies(self.slots, self.group.experts, reached)
+        sent_rows = run_count(mean, before * min(self.slots, ranks), self.tokens, next(self.numbers))
+        received_rows = run_count(mean, reached, self.tokens, next(self.numbers))
+        metas = TensorMeta((sent_rows,), torch.int64), TensorMeta((ranks,), torch.int64)
+        routes = self._call(copies.copies, (ids, experts, ranks), metas)
+        to, sent = (self._call(operator.getitem, (routes, i), metas[i]) for i in (0, 1))
+        come = self._call(c.all_to_all, (sent, axis, 0, (), 0, ()), metas[1])
+        return _Hop(axis, rows, sent_rows, received_rows, ids, to, sent, come)
+
+    def _travel(self, value: fx.Node, hop: _Hop) -> fx.Node:
+        meta = local_tensor(value)
+        picked = TensorMeta((hop.sent_rows, *meta.shape[1:]), meta.dtype)
+        rows = self._call(aten.index_select.default, (value, 0, hop.to), picked)
+        got = TensorMeta((hop.received_rows, *meta.shape[1:]), meta.dtype)
+        return self._call(c.exchange, (rows, hop.axis, hop.sent, hop.come), got)
+
     def _send(self, value: fx.Node) -> fx.Node:
         """Of the rank's own tokens -> of the copies that it gets."""
-        meta = local_tensor(value)
-        picked = TensorMeta((self.sent_rows, *meta.shape[1:]), meta.dtype)
-        rows = self._call(aten.index_select.default, (value, 0, self.to), picked)
-        got = TensorMeta((self.received_rows, *meta.shape[1:]), meta.dtype)
-        return self._call(c.exchange, (rows, self.group.axis, self.sent, self.come), got)
+        for hop in self.hops:
+            value = self._travel(value, hop)
+        return value
 
     def _back(self, node: fx.Node, rows: dict[fx.Node, Kinds]) -> None:
         """What others read of a value comes back, summed up over copies."""
         meta = local_tensor(node)
         readers = [user for user in node.users if user not in rows]
-        self.here = node.next
-        got = TensorMeta((self.sent_rows, *meta.shape[1:]), meta.dtype)
-        terms = self._call(c.exchange, (node, self.group.axis, self.come, self.sent), got)
-        self._place(terms, node)
-        whole = TensorMeta((self.tokens, *meta.shape[1:]), meta.dtype)
-        summed = self._call(copies.sum_copies, (terms, self.to, self.sent, self.group.ids), whole)
-        self._place(summed, node)
+        self.here, summed = node.next, node
+        for hop in reversed(self.hops):
+            got = TensorMeta((hop.sent_rows, *meta.shape[1:]), meta.dtype)
+            terms = self._call(c.exchange, (summed, hop.axis, hop.come, hop.sent), got)
+            self._place(terms, node)
+            whole = TensorMeta((hop.rows, *meta.shape[1:]), meta.dtype)
+            summed = self._call(copies.sum_copies, (terms, hop.to, hop.sent, hop.ids), whole)
+            self._place(summed, node)
         summed.meta.update(self.whole.get(node, {}))
         for reader in readers:
             reader.replace_input_with(node, summed)

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from fxpar.cli.diff_show import Styled, Table
 from fxpar.explain.document import Document
+from fxpar.explain.experts import experts_text
 from fxpar.explain.traffic import SENDS
 from fxpar.ir.columns import folded, human_bytes
 from fxpar.ir.sent import Sent
@@ -116,6 +117,8 @@ def _summary(document: Document, width: int | None, top: int) -> Iterator[Styled
     if "host_bytes" in document:
         yield from _said(f"to its host and back per micro-batch: {document['host_bytes']:,} bytes", width, 2)
     yield from _module_table(document["modules"], top, width)
+    for row in document.get("experts", ()):
+        yield from _said(experts_text(row), width, 2)
     if "borders" in document:
         yield from _border_table(document["borders"], width)
     yield Styled("")

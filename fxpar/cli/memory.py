@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
 
+from fxpar.annotate.experts import balanced_routes
 from fxpar.cli.commands import MemoryRequest
 from fxpar.cli.console import plain_table, print_table, stdout_console, working
 from fxpar.cli.request import check_output, collected_warnings, write_json
@@ -19,6 +20,7 @@ from fxpar.ir.columns import folded, human_bytes
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.printer import without_folders
 from fxpar.ir.strategy import Strategy
+from fxpar.ir.teams import largest_team, ranks_of_replica
 from fxpar.memory import Conditions, MemoryPrediction, StageMemory, predict_memory, steady_micro_batches
 from fxpar.memory.prediction import prediction_of
 
@@ -35,7 +37,7 @@ _LEAST = 16  # columns for text that goes on below a number
 def run_memory(request: MemoryRequest) -> None:
     """Do it. Raises FxparError."""
     begun = time.process_time()
-    strategies = strategies_of(request.source, request.strategy_texts)
+    strategies, tokens = _asked(request)
     cluster = None if request.cluster is None else ClusterSpec.from_file(request.cluster)
     if cluster is not None:
         cluster.require(max(strategy.world for strategy in strategies))
@@ -44,9 +46,9 @@ def run_memory(request: MemoryRequest) -> None:
     notes: list[str] = []
     found: list[MemoryPrediction] = []
     with working() as status, collected_warnings(notes):
-        for strategy in strategies:
+        for strategy, count in zip(strategies, tokens, strict=True):
             status.update(f"lowering {request.source.model} to {strategy}")
-            prediction, said = _predicted(request, strategy, cluster, rows)
+            prediction, said = _predicted(replace(request, tokens=count), strategy, cluster, rows)
             found.append(prediction)
             notes += said
     device = _device_bytes(request, cluster)
@@ -64,6 +66,19 @@ def run_memory(request: MemoryRequest) -> None:
         console.print(f"it {_verdict(found[0], device)}: a device has {human_bytes(device)}", markup=False)
 
 
+def _asked(request: MemoryRequest) -> tuple[list[Strategy], list[int | None]]:
+    """The strategies, and the tokens of a micro-batch of each: formations of rounds have as many per rank as the widest
+    team.
+    """
+    strategies, tokens = list[Strategy](), list[int | None]()
+    for text in request.strategy_texts:
+        found = strategies_of(request.source, [text], request.takes_rounds)
+        ranks = [ranks_of_replica(largest_team(one)) for one in found]
+        tokens += [request.tokens and max(1, request.tokens * mine // ranks[0]) for mine in ranks]
+        strategies += found
+    return strategies, tokens
+
+
 def _predicted(
     request: MemoryRequest, strategy: Strategy, cluster: ClusterSpec | None, rows: Callable[[], LogicalGraph]
 ) -> tuple[MemoryPrediction, tuple[str, ...]]:
@@ -75,7 +90,7 @@ def _predicted(
         program = read_for_store(request.source, strategy, sizes, rows)
         conditions = Conditions(longest=request.longest)
         found = predict_memory(program, sizes, micro_batches=count, conditions=conditions, cluster=cluster)
-        return asdict(found), program.notes
+        return asdict(found), (*program.notes, *balanced_routes(rows, [strategy]))
 
     asked = {"tokens": request.tokens, "longest": request.longest, "micro_batches": count, "cluster": repr(cluster)}
     what = {"kind": "memory", **asked, **placed_words(request.source, strategy)}

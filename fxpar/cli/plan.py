@@ -21,10 +21,10 @@ from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError
 from fxpar.search.batch_size import MOST_PER_DEVICE, RatedSize, rated_sizes, sizes, smallest_near
 from fxpar.search.chosen import of_ranks, planned_for, problem_of
-from fxpar.search.driver import Found, Problem
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.plan_file import Plan
 from fxpar.search.pricing import PricedSet
+from fxpar.search.problem import Found, Problem
 from fxpar.search.proposals import WORTH
 from fxpar.search.verify import VerifiedPlan, order_of
 
@@ -75,6 +75,7 @@ def _run(request: PlanRequest) -> None:
         problem, found, tokens = taken.problem, taken.found, taken.tokens_per_step
         planned = planned_for(request.source.model, request.source.options, tokens, problem, model.rows)
         plans = [planned.plan(found, one) for one in found.plans]
+        routes = model.routes(name for one in found.plans for name in one.strategies)
         runs: list[VerifiedPlan] = []
         if request.verify is not None:
             status.update(f"running {len(plans[: request.verify])} plans on {cluster.world} ranks")
@@ -83,10 +84,12 @@ def _run(request: PlanRequest) -> None:
     if request.output is not None:
         remarks = _remarks(found, request.output, fastest)
         write_output(request.output, plans[fastest].to_toml([*remarks, *_measured(runs, fastest)]))
-    more = {"verified": verified_json(runs)} if runs else {}
+    more = {"routes": routes} | ({"verified": verified_json(runs)} if runs else {})
     if write_json(request.json, document(found, tokens) | sizes_json(rated) | more):
         console = stdout_console()
         _show(console, request, taken)
+        for line in routes:
+            console.print(line, markup=False)
         if request.tokens_per_step is None:
             show_sizes(console, rated, taken)
         if runs:
@@ -108,7 +111,7 @@ def _problem(
 ) -> Problem:
     """For mini-batches of so many tokens."""
     batches = mini_batches(lengths, tokens, request.samples, request.seed)
-    problem = problem_of(model.rows, model.depth, cluster, batches, int(lengths.max()), memory)
+    problem = problem_of(model.rows, model.depth, cluster, batches, int(lengths.max()), memory, request.rings)
     return replace(
         problem,
         max_strategies=request.max_strategies,
@@ -167,6 +170,7 @@ def document(found: Found, tokens_per_step: int) -> dict[str, Any]:
         "best_static": {"strategy": found.best_static.strategies[0], "predicted_s": found.best_static.predicted_s},
         "speedup": found.speedup,
         "without_rules_s": found.uniform_s,
+        "without_rules_lower_bound_s": found.uniform_bound_s,
         "search_cpu_s": found.search_cpu_s,
         "evaluated": found.evaluated,
         "pruned": found.pruned,
@@ -198,11 +202,15 @@ def _show(console: Console, request: PlanRequest, taken: RatedSize) -> None:
     console.print(
         f"\nbest single strategy: {static.strategies[0]}, {human_seconds(static.predicted_s)}{gain}", markup=False
     )
-    without = " without rules" if problem.rules else ""
     if problem.rules:
         console.print(_won(found), markup=False)
+        console.print(
+            f"no set without rules takes less than {human_seconds(found.uniform_bound_s)} "
+            f"(gap {found.uniform_gap:.1%})",
+            markup=False,
+        )
     console.print(
-        f"no set{without} takes less than {human_seconds(found.lower_bound_s)} (gap {found.gap:.1%}); "
+        f"no set takes less than {human_seconds(found.lower_bound_s)} (gap {found.gap:.1%}); "
         f"{found.evaluated} strategies priced, {found.pruned} pruned, {len(found.refused)} refused, "
         f"{found.planned_sets} sets planned in {found.search_cpu_s:.1f} CPU s",
         markup=False,

@@ -46,6 +46,9 @@ class PlanRequest:
         False
     )
     teams: Annotated[bool, typer.Option("--teams", help="Search strategies side by side too.")] = False
+    rings: Annotated[
+        bool, typer.Option("--rings", help="Search rings too, where there are fewer key-value heads than cp needs.")
+    ] = False
     samples: Annotated[int, typer.Option(min=1, max=1000, help="Mini-batches that plans are priced with.")] = 8
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Seed by which mini-batches are drawn from the lengths.")

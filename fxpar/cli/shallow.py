@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from fxpar.annotate.experts import balanced_routes
 from fxpar.cli.options import GraphSource
 from fxpar.cli.source import read_rows
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.strategy import Strategy
 from fxpar.models.depth import layer_option
 from fxpar.models.options import parse_assignments
 from fxpar.search.chosen import Rows, lowering
@@ -37,6 +40,10 @@ class Shallow:
     def inputs(self) -> set[str]:
         """Names of what the graph takes."""
         return {info.fqn for info in self.rows(self.depth.samples(1)[0]).inputs}
+
+    def routes(self, names: Iterable[str]) -> tuple[str, ...]:
+        """What prices of these strategies assume of routers."""
+        return balanced_routes(lambda: self.rows(self.depth.samples(1)[0]), map(Strategy.parse, names))
 
 
 def memory_of(cluster: ClusterSpec) -> int | None:

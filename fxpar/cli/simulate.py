@@ -49,8 +49,11 @@ def run_simulate(request: SimulateRequest) -> None:
         )
         status.update(f"pricing {len(named)} strategies")
         found = simulate(named, int(lengths.max()), model.lower, pricer)
-    if write_json(request.json, document(found)):
+        routes = model.routes(found.plan.strategies)
+    if write_json(request.json, document(found) | {"routes": routes}):
         _show(stdout_console(), request, found, pricer)
+        for line in routes:
+            stdout_console().print(line, markup=False)
 
 
 def cluster_of(request: SimulateRequest, world: int) -> ClusterSpec:

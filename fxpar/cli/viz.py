@@ -33,6 +33,7 @@ from fxpar.errors import (
     SameOutputError,
     StageNeedsStrategyError,
 )
+from fxpar.explain.experts import experts_notes
 from fxpar.graph_files import load_graph
 from fxpar.ir.columns import human_bytes
 from fxpar.ir.graph import LogicalGraph
@@ -233,7 +234,8 @@ def _document(
         "timeline": timeline_section(views, insides=insides),
         "memory": memory_section(views, insides, functools.partial(_kept, request)),
     }
-    return view_document(request.source.model, views, sections, made_with=f"fxpar {__version__}", notes=notes)
+    said = [*notes, *(f"{view.strategy}: {text}" for view in views for text in experts_notes(view.graph))]
+    return view_document(request.source.model, views, sections, made_with=f"fxpar {__version__}", notes=said)
 
 
 def _kept(request: VizRequest, view: Viewed, build: Callable[[], dict[str, Any]]) -> dict[str, Any]:

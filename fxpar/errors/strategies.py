@@ -101,6 +101,18 @@ class TeamsBufferError(FxparError):
         )
 
 
+class TeamsGatherError(FxparError):
+    """Teams that all have ZeRO-3 gather over the ranks of all of them, and one cannot take part."""
+
+    def __init__(self, strategy: str, team: str, why: str) -> None:
+        super().__init__(
+            f"strategy {strategy!r}: teams that all have zero3 gather parameters over all ranks, layer by layer and "
+            f"together, and {team!r} {why}. Write the largest replicas first, dp before other axes, and the "
+            "same tp, sp, remat and rules for every team; or zero2 for one of them: then each cuts parameters over its "
+            "own ranks."
+        )
+
+
 class UnequalWorldsError(FxparError):
     """Strategies between which weights move do not have equally many ranks."""
 
@@ -196,15 +208,15 @@ class ChunkedRuleError(FxparError):
 
 
 class NoExpertsError(FxparError):
-    """A strategy cuts experts, and there are none."""
+    """A strategy cuts experts, and there are none, or none that its rules leave it."""
 
-    def __init__(self, strategy: str, model: str, rule: str | None) -> None:
+    def __init__(self, strategy: str, model: str, rule: str | None, taken: bool = False) -> None:
         where = f"rule {rule!r} of strategy {strategy!r}" if rule else f"strategy {strategy!r}"
         what = "its modules have" if rule else f"model {model!r} has"
-        super().__init__(
-            f"{where}: ep cuts experts, and {what} none that were captured as products by expert (fxpar::expert_mm). "
-            "Write rows in place of ep to cut tokens alone."
-        )
+        none = "none that were captured as products by expert (fxpar::expert_mm)"
+        if taken:
+            what, none = f"all experts of model {model!r} are in modules of rules that say", "other roles"
+        super().__init__(f"{where}: ep cuts experts, and {what} {none}. Write rows in place of ep to cut tokens alone.")
 
 
 class ExpertsDivideError(FxparError):
@@ -215,6 +227,20 @@ class ExpertsDivideError(FxparError):
         super().__init__(
             f"strategy {strategy!r}: the {experts} experts of {module!r} do not divide over {degree} ranks. Write "
             f"ep{near}, or another degree that divides {experts}."
+        )
+
+
+class ExpertWeightsError(FxparError):
+    """Weights of experts that are made of a parameter by more than a view of each expert, so that experts of one rank
+    are not a run of the parameter.
+    """
+
+    def __init__(self, strategy: str, module: str, node: str, op: str) -> None:
+        super().__init__(
+            f"strategy {strategy!r}: the weights of the experts of {module!r} are made by %{node} = {op}, of which it "
+            "is not known that each rank can make its own experts' weights of its part of the parameter. Under ep, "
+            "give each product by expert a parameter of its own, [experts, ...], transposed or cast at most; or use "
+            "tp, cp or rows for these modules."
         )
 
 

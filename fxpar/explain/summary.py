@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from fxpar.explain.document import Document, decided_by, noted
+from fxpar.explain.experts import experts_document
 from fxpar.explain.rules import rules_document
 from fxpar.explain.traffic import SENDS, CollectiveTraffic, by_module
 from fxpar.graph_diff.digest import BETWEEN_STAGES
@@ -40,6 +41,7 @@ def summary_document(program: Program, found: Sequence[CollectiveTraffic]) -> Do
             {"glob": glob, "placement": placement, "params": sum(p["count"] for p in params if p["override"] == glob)}
             for glob, placement in strategy.overrides
         ],
+        **experts_document(program, found),
         **rules_document(program, found),
         **noted(program.notes),
     }

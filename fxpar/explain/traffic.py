@@ -18,7 +18,7 @@ from fxpar.ir.node_meta import comm_of, fqn_of, fused_count, is_backward, phase_
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.printer import PrintedPart, op_name, parts
 from fxpar.ir.sent import ONCE
-from fxpar.ops import layout
+from fxpar.ops import copies, layout
 from fxpar.ops.traits import is_view
 from fxpar.rules.view import resolve
 
@@ -36,7 +36,7 @@ class CollectiveTraffic:
     `value` and `users` are nodes of the model's own graph by their fx names, as far as they are: what it moves, and who
     reads that. `module` is the one that makes what is sent (`comm.fqn`, as in a dump). `params` are those it moves,
     reduces the gradients of, or that the ops which make partial sums, or want the value so, read. `reader` is who it is
-    moved for.
+    moved for. `exchanges`: it takes tokens to their experts or back, or says how many.
     """
 
     name: str
@@ -50,6 +50,7 @@ class CollectiveTraffic:
     users: tuple[str, ...]
     source: str | None
     reader: str
+    exchanges: bool = False
     stage: int | None = None
 
     @property
@@ -60,7 +61,7 @@ class CollectiveTraffic:
     @property
     def added_by(self) -> tuple[str, ...]:
         """The passes that it comes from."""
-        first = "insert_reshards"
+        first = "exchange_tokens" if self.exchanges else "insert_reshards"
         if self.what == "parameters":
             first = "zero_shard"
         elif self.what == "gradients" and USES.get(self.comm.axis) == "weights" and self.comm.kind == "reduce_scatter":
@@ -130,6 +131,7 @@ def _explained(walker: _Walker, node: fx.Node, comm: Communication, wire_bytes: 
         tuple(dict.fromkeys(u.name for u in users)) if what == "activations" else (),
         source_of(node),
         reader_of(node),
+        node.target is copies.exchange or resolve(values[0])[0].target is copies.copies,
     )
 
 

@@ -32,6 +32,7 @@ from fxpar.ir.node_meta import comm_of, fqn_of, fused_count, is_backward
 from fxpar.ir.pass_base import ancestors
 from fxpar.ir.serialize import OpOverload, graph_from_data, graph_to_data, target_name
 from fxpar.ir.strategy import Strategy
+from fxpar.ir.teams import in_step
 
 Source = tuple[Literal["input", "prologue", "body", "forward", "backward", "input_part", "early"], int]
 
@@ -206,10 +207,15 @@ class Program(ABC):
         """The programs of the parts of the model that have a mesh of their own: here one, all of it."""
         return (self,)
 
+    @property
+    def storing(self) -> tuple[Program, ...]:
+        """The parts that say how parameters and gradients lie: of teams in step the first, as it does for all ranks."""
+        return self.placed[:1] if in_step(self.strategy) else self.placed
+
     def params(self) -> list[tuple[Input, Stored]]:
         """The parameters in the order of the model, as (the first part that has each) stores them."""
         found: dict[str, Stored] = {}
-        for program in self.placed:
+        for program in self.storing:
             for info, stored in zip(program.inputs, program.stored_inputs, strict=True):
                 if info.kind == "param":
                     found.setdefault(info.fqn, stored)

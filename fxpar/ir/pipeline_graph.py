@@ -21,6 +21,7 @@ from fxpar.ir.exec_graph import ExecGraph, Part, Program, Stored, cut_part, loss
 from fxpar.ir.graph import run_dims
 from fxpar.ir.handover import Handover
 from fxpar.ir.mesh import Mesh
+from fxpar.ir.teams import in_step
 
 _SIZE = torch.ops.aten.sym_size.int
 
@@ -51,8 +52,8 @@ class StageProgram(Program):
 
     @functools.cached_property
     def early(self) -> Part | None:
-        """What of the forward reads parameters, and of what is received sizes only: a tower of its own, which runs
-        while the stage before does. Its results are what `late` reads of it. None if there is no such work.
+        """What of the forward reads parameters, and of what is received only sizes: a tower of its own that runs while
+        the stage before does. Its results are what `late` reads of it. None if there is no such work.
         """
         return None if self._halves is None else self._halves[0]
 
@@ -161,7 +162,7 @@ def side_by_side(program: Program, names: Callable[[Any], Sequence[str]], last_f
     made it).
     """
     of_mesh: dict[Mesh, list[str]] = defaultdict(list)
-    for stage in reversed(program.placed) if last_first else program.placed:
+    for stage in reversed(program.storing) if last_first else program.storing:
         of_mesh[stage.mesh] += names(stage)
     sizes = {info.fqn: info.meta.numel({}) for info in program.inputs if info.kind == "param"}
     at: dict[str, float] = {}
@@ -184,7 +185,7 @@ def position_of(program: Program, rank: int) -> int:
 class TeamsGraph(Program):
     """Strategies side by side: one program of the whole model per team, on ranks of its own. Each runs micro-batches of
     its own, and gives a term of every gradient. `inputs` and `outputs` are those of the model; how they lie, each team
-    says.
+    says. In step (`fxpar.ir.teams.in_step`) the mesh of a program is all ranks, and its team's ranks alone run it.
     """
 
     teams: tuple[Program, ...]
@@ -207,7 +208,11 @@ class TeamsGraph(Program):
 
     def team_of(self, rank: int) -> int:
         """The number of the team that a rank is in."""
-        return next(i for i, team in enumerate(self.teams) if rank in team.mesh)
+        return next(i for i in range(len(self.teams)) if rank in self.mesh_of(i))
+
+    def mesh_of(self, team: int) -> Mesh:
+        """The ranks of a team."""
+        return self.strategy.of_team(team).mesh
 
     def places_of(self, team: int) -> range:
         """The parts of a team among `placed`."""
@@ -216,8 +221,13 @@ class TeamsGraph(Program):
 
     def replicas_of(self, team: int) -> range:
         """The data-parallel replicas of a team, as those of all teams are counted."""
-        before = sum(one.strategy.replicas for one in self.teams[:team])
-        return range(before, before + self.teams[team].strategy.replicas)
+        teams = self.strategy.teams
+        before = sum(one.replicas for one in teams[:team])
+        return range(before, before + teams[team].replicas)
+
+    def beside(self, team: int) -> range:
+        """The replicas that may wait for those of a team within a micro-batch."""
+        return range(self.strategy.replicas) if in_step(self.strategy) else self.replicas_of(team)
 
 
 TrainGraph = ExecGraph | PipelineGraph | TeamsGraph

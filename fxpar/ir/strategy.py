@@ -324,10 +324,9 @@ class Strategy:
         if self.by_stage:
             first, *others = self.by_stage
             return " > ".join(map(str, [replace(first, pipeline=self.pipeline), *others]))
-        flags = ["sp"] * self.sp + ([f"zero{self.zero}"] if self.zero else [])
-        flags += [str(self.remat)] * (self.remat is not None) + [share_flag("offload", self.offload)] * (
-            self.offload > 0
-        )
+        flags = ["sp"] * self.sp + [f"zero{self.zero}"] * (self.zero > 0)
+        flags += [str(self.remat)] * (self.remat is not None)
+        flags += [share_flag("offload", self.offload)] * (self.offload > 0)
         flags += [f"chunks({self.chunks})"] * (self.chunks > 1) + [share_flag("lsh", self.lsh)] * (self.lsh > 0)
         flags += self.pipeline.flags()
         flags += ["role({})".format("|".join(f"{axis}={name}" for axis, name in self.roles))] if self.roles else []
@@ -336,10 +335,7 @@ class Strategy:
 
     def to_json(self) -> dict:
         """{"strategy": "dp2.tp4"}, with "overrides" where there are some."""
-        data: dict = {"strategy": str(self)}
-        if self.overrides:
-            data["overrides"] = dict(self.overrides)
-        return data
+        return {"strategy": str(self)} | ({"overrides": dict(self.overrides)} if self.overrides else {})
 
     @classmethod
     def from_json(cls, data: dict | str) -> Strategy:
@@ -351,10 +347,12 @@ class Strategy:
 SINGLE = Strategy(((REPLICAS, 1),))  # one rank
 
 
-def of_degrees(replicas: int = 1, stages: int = 1, tokens: int = 1, weights: int = 1, zero: int = 0) -> Strategy:
+def of_degrees(
+    replicas: int = 1, stages: int = 1, tokens: int = 1, weights: int = 1, zero: int = 0, experts: int = 1
+) -> Strategy:
     """With the axes of these uses that have a degree above 1; sp wherever weights are cut."""
     weight_axis, token_axis, *_ = ROLE_AXES
-    degrees = ((REPLICAS, replicas), (STAGES, stages), (token_axis, tokens), (weight_axis, weights))
+    degrees = (REPLICAS, replicas), (STAGES, stages), (EXPERTS, experts), (token_axis, tokens), (weight_axis, weights)
     axes = tuple((name, degree) for name, degree in degrees if degree > 1)
     return Strategy(axes or SINGLE.axes, sp=weights > 1, zero=zero)
 

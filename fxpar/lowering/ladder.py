@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fxpar.annotate import Annotate, unplaced
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import PassContractError, a_type
 from fxpar.ir.collector import collector_paused
 from fxpar.ir.dist_config import DistConfig
@@ -60,6 +61,7 @@ def default_passes(
     sizes: Mapping[str, int] | None = None,
     accumulate: torch.dtype = torch.float32,
     reduce: torch.dtype | None = None,
+    cluster: ClusterSpec | None = None,
 ) -> list[GraphPass]:
     """The ladder, in order; arguments as in `fxpar.lowering.driver`."""
     at = tuple((sizes or {}).items())
@@ -77,7 +79,7 @@ def default_passes(
         GlobalToLocal(),
         RingAttention(),
         CompressDispatch(),
-        ExchangeTokens(),
+        ExchangeTokens(cluster, at),
         SortRows(),
         LowerCollectives(),
         ChunkLoss(),

@@ -6,6 +6,7 @@ its K experts, so a token with three experts on a rank goes there once. How many
     copies      ids [N, K] -> tokens [U]: the token of each copy, by rank; sent [R]: copies to each rank
     exchange    rows [U, ...] -> [V, ...]: `sent` of them to each rank, `received` from each
     own_ids     ids [V, K] -> the same with -1 for experts of other ranks
+    own_rows    such ids -> order [M], counts [E]: as `fxpar::route_rows`, of the pairs alone that have an expert here
     sum_copies  rows [U, ...] -> [N, ...]: the sum over a token's copies, in the order of ranks
 
 In the mean over all routes a token has `mean_copies` of them; at most it has min(K, R).
@@ -34,12 +35,6 @@ def copies(ids: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
     return hit.t().nonzero()[:, 1], hit.sum(0)
 
 
-def meta_copies(ids: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """Shapes of `copies`, with as many copies as there are in the mean."""
-    count = int(ids.shape[0] * mean_copies(ids.shape[1], experts, ranks))
-    return ids.new_empty(count, dtype=torch.int64), ids.new_empty(ranks, dtype=torch.int64)
-
-
 def exchange(rows: Tensor, sent: Tensor, received: Tensor, group: str) -> Tensor:
     """Rows from each rank in turn, not waited for."""
     given, got = torch.stack([sent, received]).tolist()
@@ -51,6 +46,12 @@ def own_ids(ids: Tensor, experts: int, index: int, numbered: bool) -> Tensor:
     own = ids - index * experts
     here = (own >= 0) & (own < experts)
     return torch.where(here, own if numbered else ids, -1)
+
+
+def own_rows(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """ids [V, K], numbered from 0 -> (order [M], counts [experts]), both int64. Waits for the counts."""
+    order, counts = torch.ops.fxpar.route_rows.default(ids, experts)
+    return order[: int(counts.sum())], counts
 
 
 def sum_copies(rows: Tensor, tokens: Tensor, sent: Tensor, ids: Tensor) -> Tensor:

@@ -18,8 +18,9 @@ import torch
 from torch import fx
 
 from fxpar.ir import collectives
+from fxpar.ir.axes import REPLICAS
 from fxpar.ir.graph import TensorMeta
-from fxpar.ir.node_meta import local_meta
+from fxpar.ir.node_meta import local_meta, wanted_dists
 from fxpar.ir.pass_base import tensor_operands
 from fxpar.ops.traits import KEEPS_ZERO, is_elementwise, is_random
 
@@ -128,6 +129,15 @@ def rows_of(node: fx.Node, given: Sequence[Rows | None], tokens: Any, slots: int
         node.target in KEEPS_ZERO or node.target in _MOVES or (node.target in _ADDS and len(rows) == len(given) == 2)
     )
     return "zero" if keeps and set(rows) == {"zero"} and len(rows) == len(given) else "junk"
+
+
+def ranks_alike(product: fx.Node) -> int:
+    """How many ranks have each token of a product by expert, as they have parts of its rows or weights."""
+    wanted = wanted_dists(product)
+    if not wanted:
+        return 1
+    mesh, cut = wanted[-1].mesh, wanted[-1].dims[0]
+    return mesh.size // mesh.degree(".".join([REPLICAS, *(entry.axis for entry in cut)]))
 
 
 def _is_between_parts(node: fx.Node, tokens: Any, slots: int) -> bool:

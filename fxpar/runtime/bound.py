@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxpar.cost.flowing import flowing_pace
 from fxpar.ir.exec_graph import ExecGraph, Part
-from fxpar.runtime.micro import MicroRun, local_batch
+from fxpar.runtime.micro import MicroRun, local_batch, replica_of
 from fxpar.runtime.runner import Backend, Made, TrainRunner, own_memory, unheard
 from fxpar.runtime.spans import NO_SPANS, Spans
 from fxpar.schedule.mini_batch import Pace
@@ -21,7 +21,7 @@ class BoundGraph(TrainRunner[ExecGraph]):
 
     def __init__(self, program: ExecGraph, rank: int, groups: Mapping[str, str], compile: Backend = "eager") -> None:
         super().__init__(program, rank, groups, compile, dict(enumerate(program.body.results)))
-        self.replicas = range(program.strategy.replicas)
+        self.replica, self.replicas = replica_of(program, rank), range(program.strategy.replicas)
         for name in program.parts:
             self.compiled(name)
 
@@ -39,6 +39,7 @@ class BoundGraph(TrainRunner[ExecGraph]):
         `idle`: this replica has no micro-batch left but must take part in the others' collectives (ZeRO-2 and 3). It
         adds exact zeros and leaves the buffers alone; `batch` is any that has run before.
         """
+        self.expert_rows.idle = idle
         inputs = self.fill({"batch": batch, "scale": 0.0 if idle else scale, "seed": seed})
         operands, sums = self.gather("body", {"input": inputs}), self.sums.get("body")
         if sums is None:
@@ -70,9 +71,9 @@ class BoundGraph(TrainRunner[ExecGraph]):
 
     def finish(self) -> dict[str, Any]:
         """End a group: reduce. Returns {"loss": ..., "metrics": {name: sum}, "grads": {fqn: local}, "buffers": {fqn:
-        tensor}}, without a loss if the graph has none.
+        tensor}, "experts": what `ExpertRows.take` gives}, without a loss if the graph has none.
         """
-        found: dict[str, Any] = {"metrics": {}, "grads": {}, "buffers": {}}
+        found: dict[str, Any] = {"metrics": {}, "grads": {}, "buffers": {}, "experts": self.expert_rows.take()}
         for (kind, fqn), value in self.reduce().items():
             found["metrics" if kind == "loss" else f"{kind}s"][fqn] = value
         if "loss" in found["metrics"]:

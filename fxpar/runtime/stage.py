@@ -80,6 +80,7 @@ class BoundStage(TrainRunner[StageProgram]):
         """
         given = {"batch": batch, "received": received, "scale": 0.0 if idle else scale, "seed": seed}
         tables = {"input": self.fill(given)}
+        self.expert_rows.idle = idle
         self.begin(micro_batch, batch, received, scale, seed, idle)
         if self.program.early is None:
             operands, rest = self.gather("forward", tables), "forward"

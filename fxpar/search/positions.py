@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torch import fx
+
+from fxpar.chunks import loss_span
 from fxpar.cost.calls import NOMINAL_TOKENS, node_costs
+from fxpar.cost.ops import local_metas
 from fxpar.ir.axes import STAGES
 from fxpar.ir.module_rules import ModuleRule
 from fxpar.ir.node_meta import fqn_of
@@ -15,7 +20,7 @@ from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.remat import Remat
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.strategy_text import Pipeline
-from fxpar.ops.traits import ATTENTION
+from fxpar.ops.traits import ATTENTION, EXPERT_PRODUCTS
 from fxpar.search.kinds import Layers, numbered
 from fxpar.search.price import Candidate
 from fxpar.search.space import with_stages
@@ -43,8 +48,31 @@ def globs_of_weight(flat: Candidate, layers: Layers, least: float) -> list[str]:
 
 def globs_of_attention(flat: Candidate, layers: Layers) -> set[str]:
     """Globs of the positions that have an attention of documents. `flat` has no stages."""
-    nodes = (node for part in flat.programs[-1].parts.values() for node in part.graph.nodes)
-    return {position_of(fqn_of(node), layers) for node in nodes if node.target in ATTENTION}
+    return {position_of(fqn_of(node), layers) for node in _nodes(flat) if node.target in ATTENTION}
+
+
+def experts_by_glob(flat: Candidate, layers: Layers) -> dict[str, int]:
+    """Of the positions that have experts the number of these, or the largest that divides those of all of its layers.
+    `flat` has no stages, and experts apart nowhere.
+    """
+    found: dict[str, int] = {}
+    for node in _nodes(flat):
+        if node.target in EXPERT_PRODUCTS:
+            glob, (weight, *_) = position_of(fqn_of(node), layers), local_metas(node.args[1])
+            found[glob] = math.gcd(found.get(glob, 0), int(weight.shape[0]))
+    return found
+
+
+def _nodes(flat: Candidate) -> Iterator[fx.Node]:
+    return (node for part in flat.programs[-1].parts.values() for node in part.graph.nodes)
+
+
+def glob_of_head(flat: Candidate, layers: Layers) -> str | None:
+    """Glob of the position that makes the logits; None without a loss over classes. `flat` has no stages."""
+    program = flat.programs[-1]
+    calls = [node for node in program.parts["body"].graph.nodes if node.op == "call_function"]
+    span = loss_span(calls, program.dims)
+    return None if span is None else position_of(fqn_of(calls[span[0]]), layers)
 
 
 def position_of(fqn: str, layers: Layers) -> str:

@@ -134,6 +134,7 @@ def one_step(training: Training, step: int) -> StepRecord:
         replanned=replanned,
         metrics=report.metrics,
         tasks={name: float(one.loss) for name, one in report.tasks.items()},
+        experts={load.module: load.figures() for load in report.experts},
     )
 
 

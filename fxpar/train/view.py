@@ -44,6 +44,8 @@ def step_line(record: StepRecord, steps: int) -> str:
         parts.append(f"norm {record.grad_norm:.2f}")
     if record.validation_loss is not None:
         parts.append(f"validation {record.validation_loss:.4f}{metrics_text(record.validation_metrics)}")
+    if record.experts:
+        parts.append(experts_text(record.experts))
     parts.append(f"{record.wall_s:.2f} s")
     return "  ".join(parts) + "  " + " | ".join(group_text(group) for group in record.groups)
 
@@ -51,6 +53,12 @@ def step_line(record: StepRecord, steps: int) -> str:
 def metrics_text(metrics: Mapping[str, float]) -> str:
     """` (accuracy 0.4312)`; nothing without metrics."""
     return f" ({', '.join(f'{name} {value:.4g}' for name, value in metrics.items())})" if metrics else ""
+
+
+def experts_text(modules: Mapping[str, Mapping[str, float]]) -> str:
+    """`experts 1.31x ranks 1.07x`: the largest of all modules."""
+    names = dict.fromkeys(name for figures in modules.values() for name in figures)
+    return " ".join(f"{name} {max(figures[name] for figures in modules.values()):.2f}x" for name in names)
 
 
 def group_text(group: GroupRecord) -> str:

@@ -56,16 +56,17 @@ class WavePlan:
 
     @cached_property
     def waves(self) -> tuple[tuple[int, ...], ...]:
-        """Places of pieces by wave: one more than the latest wave of what it receives from and of what ran on its
-        devices before. Pieces of a wave are on disjoint devices and do not need each other.
+        """Places of pieces by wave: one more than the latest wave of what it receives from and of whose forward ran on
+        its devices before. Pieces of a wave are on disjoint devices and do not need each other.
         """
         on_device: dict[int, int] = {}
-        wave: list[int] = []
-        for piece in self.pieces:
+        wave: dict[int, int] = {}
+        for at in (run.piece for run in self.step.runs if not run.backward):
+            piece = self.pieces[at]
             before = [wave[one] for one in piece.sources] + [on_device.get(one, -1) for one in piece.devices]
-            wave.append(max(before) + 1)
-            on_device |= dict.fromkeys(piece.devices, wave[-1])
-        return tuple(tuple(i for i, one in enumerate(wave) if one == number) for number in range(max(wave) + 1))
+            wave[at] = max(before) + 1
+            on_device |= dict.fromkeys(piece.devices, wave[at])
+        return tuple(tuple(i for i in sorted(wave) if wave[i] == number) for number in range(max(wave.values()) + 1))
 
 
 def plan_waves(graph: TaskGraph, devices: Devices, *, effort: int = EFFORT) -> WavePlan:

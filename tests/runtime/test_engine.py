@@ -76,7 +76,7 @@ def prepare():
     for case in CASES.values():
         precompile(case.make, case.options.get("strategies"))
     precompile(make_narrow)
-    precompile(shallow, TAKING_TURNS)
+    precompile(small, TAKING_TURNS)
     precompile(small)
     precompile(small, {64: "dp2"})
 
@@ -218,25 +218,25 @@ def test_gradients_go_through_the_nodes_where_the_network_is_slow():
 
 @WORLD.case
 def budgets(rank):
-    free = parallel(shallow, strategies=TAKING_TURNS, overlap=False).memory
-    model = parallel(shallow, strategies=TAKING_TURNS, memory_budget_bytes=free.total_bytes - 1)
+    free = parallel(small, strategies=TAKING_TURNS, overlap=False).memory
+    model = parallel(small, strategies=TAKING_TURNS, memory_budget_bytes=free.total_bytes - 1)
     report = model.train_step(sequences(5))
-    both = parallel(shallow, strategies=TAKING_TURNS)
-    enough = parallel(shallow, strategies=TAKING_TURNS, memory_budget_bytes=both.memory.total_bytes)
-    less = parallel(shallow, strategies=TAKING_TURNS, memory_budget_bytes=both.memory.total_bytes - 1)
-    apart = parallel(shallow, strategies=TAKING_TURNS, memory_budget_bytes=free.total_bytes)
+    both = parallel(small, strategies=TAKING_TURNS)
+    enough = parallel(small, strategies=TAKING_TURNS, memory_budget_bytes=both.memory.total_bytes)
+    less = parallel(small, strategies=TAKING_TURNS, memory_budget_bytes=both.memory.total_bytes - 1)
+    apart = parallel(small, strategies=TAKING_TURNS, memory_budget_bytes=free.total_bytes)
     sessions = [m._session() for m in (both, enough, less, apart, model)]
     assert [session.engine.options.overlap for session in sessions] == [True, True, True, False, False]
     assert both.memory.arena_bytes == 0 < less.memory.arena_bytes  # rather turns than groups that do not overlap
     assert less.memory.total_bytes < both.memory.total_bytes
     assert apart.memory == free
     with pytest.raises(MemoryBudgetError, match="home weights") as caught:
-        parallel(shallow, strategies=TAKING_TURNS, memory_budget_bytes=1000)
+        parallel(small, strategies=TAKING_TURNS, memory_budget_bytes=1000)
     return free, model.memory, report.loss, str(caught.value)
 
 
 def test_a_budget_makes_layouts_take_turns_and_too_small_a_one_is_an_error():
-    want = one_device(shallow(), [sequences(5)])["losses"]
+    want = one_device(small(), [sequences(5)])["losses"]
     for free, tight, loss, message in budgets():
         assert tight.total_bytes < free.total_bytes
         assert tight.arena_bytes > 0 == free.arena_bytes

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxpar import expert_mm, weighted_sum
 from fxpar.cli.options import GraphSource
 from fxpar.cli.shallow import Shallow
 from fxpar.ir.graph import LogicalGraph
@@ -43,10 +44,25 @@ class Ffn(nn.Module):
         return self.down_proj(torch.tanh(self.up_proj(x)))
 
 
-class Block(nn.Module):
+class Mixture(nn.Module):
+    """Each token through one of 8 experts."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.attention, self.ffn = Attention(), Ffn()
+        self.router = nn.Linear(DIM, 8, bias=False)
+        self.up, self.down = nn.Parameter(torch.empty(8, DIM, 128)), nn.Parameter(torch.empty(8, 128, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        weights, ids = self.router(flat).softmax(-1).topk(1, -1)
+        made = torch.tanh(expert_mm(flat[:, None], self.up, ids))
+        return weighted_sum(expert_mm(made, self.down, ids), weights).view_as(x)
+
+
+class Block(nn.Module):
+    def __init__(self, ffn: type[nn.Module]) -> None:
+        super().__init__()
+        self.attention, self.ffn = Attention(), ffn()
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
         x = x + self.attention(x, turns)
@@ -58,9 +74,9 @@ class Stack(nn.Module):
     nodes per layer, as deep models take their time to capture.
     """
 
-    def __init__(self, layers: int, vocab: int) -> None:
+    def __init__(self, layers: int, vocab: int, ffn: type[nn.Module] = Ffn) -> None:
         super().__init__()
-        self.embedding, self.layers = nn.Embedding(vocab, DIM), nn.ModuleList(Block() for _ in range(layers))
+        self.embedding, self.layers = nn.Embedding(vocab, DIM), nn.ModuleList(Block(ffn) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, vocab, bias=False)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
@@ -71,19 +87,22 @@ class Stack(nn.Module):
 
 
 @functools.cache
-def stack_rows(layers: int, vocab: int = 131) -> LogicalGraph:
+def stack_rows(layers: int, vocab: int = 131, ffn: type[nn.Module] = Ffn) -> LogicalGraph:
     with torch.device("meta"):
-        model, row = Stack(layers, vocab), torch.zeros(1, 61, dtype=torch.int64)
+        model, row = Stack(layers, vocab, ffn), torch.zeros(1, 61, dtype=torch.int64)
     batch = {"input_ids": row, "labels": row, "position_ids": row}
     return packed_if_proved(capture(model, packed_lm_loss, batch))[0]
 
 
 @functools.cache
 def shallow(model: str, layers: int) -> Any:
-    """Rows of a model, lowered and outlined by depth: "stack", or one that `fxpar plan` knows."""
-    if model == "stack":
-        lower, outlines = lowering(stack_rows)
-        return SimpleNamespace(rows=stack_rows, lower=lower, outlines=outlines, depth=Depth(layers))
+    """Rows of a model, lowered and outlined by depth: "stack", "mixture" (its layers have experts), or one that
+    `fxpar plan` knows.
+    """
+    if model in ("stack", "mixture"):
+        rows = functools.partial(stack_rows, ffn=Mixture) if model == "mixture" else stack_rows
+        lower, outlines = lowering(rows)
+        return SimpleNamespace(rows=rows, lower=lower, outlines=outlines, depth=Depth(layers))
     option = layer_option(model, {})
     assert option is not None
     return Shallow(GraphSource(model, world=8, options=(f"{option.name}={layers}",)))

@@ -1,12 +1,16 @@
 """From a cluster to the part of it that a plan is for."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from fxpar.cost.cluster import usual_cluster
+from fxpar.cost.cluster import ClusterSpec, usual_cluster
+from fxpar.cost.device import CPU
 from fxpar.errors import FxparError
-from fxpar.search.chosen import of_ranks, planned_for
+from fxpar.search.chosen import of_ranks, planned_for, problem_of
+from fxpar.search.driver import find_plan
+from tests.search.shallow import shallow
 
 
 @pytest.mark.parametrize(("world", "nodes", "local"), [(16, 2, 8), (8, 1, 8), (2, 1, 2), (12, 3, 4), (1, 1, 1)])
@@ -26,3 +30,27 @@ def test_a_plan_has_each_option_once():
     problem = SimpleNamespace(depth=depth, cluster=SimpleNamespace(world=4), memory_bytes=None)
     rows = lambda layers: SimpleNamespace(params=list)  # noqa: E731
     assert planned_for("llama", ["layers=1", "dim=8", "layers=2"], 64, problem, rows).options == ("layers=2", "dim=8")
+
+
+LINKS = ClusterSpec(1, 2, intra_gb_per_s=0.5, inter_gb_per_s=0.5, latency_us=100.0, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("model", "want"), [("stack", ["dp2", "tp2+sp", "cp2"]), ("mixture", ["dp2", "ep2", "tp2+sp", "cp2"])]
+)
+def test_experts_may_be_apart_where_there_are_some(model, want):
+    known = shallow(model, 1)
+    assert [str(one) for one in problem_of(known.rows, known.depth, LINKS, [[64]], 64, None).shapes] == want
+
+
+def test_experts_are_apart_where_their_weights_do_not_fit_twice():
+    """With memory for all that dp2 needs it is faster. The bound holds for bins that are filled unevenly."""
+    known, batches = shallow("mixture", 1), [[64] * 7 + [24] * 5, [64] * 3]
+    wide = problem_of(known.rows, known.depth, LINKS, batches, 64, None)
+    wide = replace(wide, shapes=tuple(one for one in wide.shapes if not one.sp), max_strategies=1)
+    roomy = find_plan(wide, known.lower, known.outlines)
+    tight = find_plan(replace(wide, memory_bytes=4_600_000), known.lower, known.outlines)
+    assert (roomy.plans[0].strategies, tight.plans[0].strategies) == (("dp2",), ("ep2",))
+    assert max(tight.plans[0].memory_bytes.values()) <= 4_600_000 < roomy.plans[0].memory_bytes["dp2"]
+    assert all(found.lower_bound_s <= found.plans[0].predicted_s for found in (roomy, tight))
+    assert roomy.refused == tight.refused == {}

@@ -24,10 +24,11 @@ from fxpar.runtime.storage import activation_bytes
 from fxpar.search import driver
 from fxpar.search.bounds import least_seconds
 from fxpar.search.chosen import lowering
-from fxpar.search.driver import Problem, _Search, find_plan
+from fxpar.search.driver import _Search, find_plan
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.price import Candidate, Depth, candidate
 from fxpar.search.pricing import SetPricer
+from fxpar.search.problem import Problem
 from fxpar.search.space import shapes, with_savings
 from fxpar.store import home_layout, memory_report, param_specs
 from fxpar.switch import layout_of
@@ -211,6 +212,15 @@ def test_shapes_are_all_of_a_world():
     assert str(with_savings(Strategy.parse("tp4+sp"), 1)) == "tp4+sp+remat(selective|redo_comm)"
     assert str(with_savings(Strategy.parse("dp2.cp2"), 1)) == "dp2.cp2+remat(selective)"
     assert str(with_savings(Strategy.parse("dp4"), 4)) == "dp4+zero3+remat"
+
+
+def test_shapes_of_a_model_with_experts_are_those_without_and_more():
+    """Degrees of ep divide the number of experts; ranks inside of a stage are at most 64."""
+    found, without = [str(one) for one in shapes(8, 4, 2, experts=6)], [str(one) for one in shapes(8, 4, 2)]
+    assert [text for text in found if "ep" not in text] == without
+    assert {"dp4.ep2", "ep2.cp4", "dp2.ep2.tp2+sp", "dp2.pp2.ep2", "pp2.ep2.cp2"} <= set(found)
+    assert not any("ep4" in text or "ep8" in text for text in found)
+    assert not any(one.degree("ep") * one.degree("cp") > 64 for one in shapes(128, 1, 1, experts=128))
 
 
 def test_a_schedule_that_waits_less_is_found():

@@ -6,7 +6,15 @@ import pytest
 
 from fxpar.ir.strategy import Strategy
 from fxpar.search.kinds import Layers
-from fxpar.search.positions import PlannedStage, globs_of_attention, globs_of_weight, of_planned, position_of, times
+from fxpar.search.positions import (
+    PlannedStage,
+    experts_by_glob,
+    globs_of_attention,
+    globs_of_weight,
+    of_planned,
+    position_of,
+    times,
+)
 from fxpar.search.price import candidate
 from tests.search.shallow import shallow
 from tests.search.test_kinds import CLUSTER, LAYERS
@@ -67,3 +75,11 @@ def test_stages_are_written_as_short_as_they_can_be(stages, want):
     found = of_planned(planned, "1f1b", DEEP)
     assert str(found) == want
     assert Strategy.parse(want) == found
+
+
+def test_positions_with_experts():
+    model = shallow("mixture", 1)
+    flat = candidate(model.lower, Strategy.parse("dp8"), CLUSTER, model.depth, (64, 512))
+    assert experts_by_glob(flat, Layers("layers", 1, ("", "attention", "ffn"), ("embedding", "head", "norm"))) == {
+        "*.ffn": 8
+    }

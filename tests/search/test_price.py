@@ -19,7 +19,7 @@ from fxpar.tracer import capture
 from tests.repeat import thinned
 from tests.search.shallow import shallow, stack_rows
 
-LAYERS, STAGED_LAYERS = 4, 8
+LAYERS, STAGED_LAYERS = 4, 6
 CLUSTER = usual_cluster(4)
 
 

@@ -23,6 +23,21 @@ def written(layouts) -> list[str]:
 
 
 @pytest.mark.parametrize(
+    ("text", "kv_heads", "want"),
+    [
+        ("dp2.cp4", 4, []),
+        ("dp2.cp8", 2, ["dp2.ring4.cp2"]),
+        ("pp2.cp4.tp2+sp", 4, ["pp2.ring2.cp2.tp2+sp"]),
+        ("cp2.tp4+sp", 2, ["ring2.tp4+sp"]),
+        ("cp6", 4, ["ring3.cp2"]),
+        ("dp4", 1, []),
+    ],
+)
+def test_rings_take_the_ranks_beyond_the_heads(text, kv_heads, want):
+    assert list(map(str, space.with_rings([Strategy.parse(text)], kv_heads))) == [text, *want]
+
+
+@pytest.mark.parametrize(
     ("ranks", "per_node", "want"),
     [
         (1, 8, [""]),
@@ -38,6 +53,11 @@ def test_layouts_of_ranks(ranks, per_node, want):
 def test_a_line_more_is_a_role_more(monkeypatch):
     monkeypatch.setattr(space, "ROLES", (("ep", False), *space.ROLES))
     assert written(role_layouts(2, 8)) == ["tp2", "cp2", "ep2"]
+
+
+def test_modules_with_experts_may_have_them_apart():
+    assert written(role_layouts(4, 2, experts=6)) == ["cp2.tp2", "cp4", "ep2.tp2", "ep2.cp2"]
+    assert written(role_layouts(4, 8, experts=4))[-1] == "ep4"
 
 
 def test_other_roles_for_the_same_ranks():

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fxpar.runtime.report import ExpertLoad
+
 
 class FakeModel(nn.Module):
     """Bigrams; groups are invented: up to 8 tokens "dp4", longer ones "cp4" with a switch. `merged` and `rides` by
@@ -45,6 +47,7 @@ class FakeModel(nn.Module):
             metrics={"accuracy": 0.5},
             tasks={},
             sequences=len(sequences),
+            experts=(ExpertLoad("moe", (1.0, 3.0), (4.0,)),),
             loss=math.nan if skipped else float(loss.detach() / valid),
             tokens=valid + len(sequences),
             valid_tokens=valid,

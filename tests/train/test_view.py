@@ -51,6 +51,13 @@ def test_metrics_of_held_out_documents_stand_beside_their_loss():
     assert scalars(record)["metrics/validation_accuracy"] == 0.43125
 
 
+def test_balance_of_experts():
+    (record,) = steps(1)
+    assert record.experts == {"moe": {"experts": 1.5, "ranks": 1.0}}
+    assert "  experts 1.50x ranks 1.00x  " in step_line(record, 1)
+    assert scalars(record)["experts_ranks/moe"] == 1.0
+
+
 def test_live_view_shows_progress_and_groups():
     records, out = steps(4), console(True)
     with open_view(out, 4, 0, "train") as view:

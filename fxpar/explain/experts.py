@@ -1,0 +1,60 @@
+"""What experts on several ranks cost: where their tokens go, how many rows there are, bytes of the exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fxpar.cost.ops import SizesAt
+from fxpar.explain.document import Document
+from fxpar.explain.traffic import CollectiveTraffic, traffic
+from fxpar.ir.columns import human_bytes
+from fxpar.ir.exec_graph import Program
+from fxpar.ir.fqn import starred
+from fxpar.ir.graph import run_dims
+from fxpar.ir.node_meta import fqn_of, local_tensor
+from fxpar.ops.copies import copies
+
+
+def experts_document(program: Program, found: Sequence[CollectiveTraffic]) -> Document:
+    """{"experts": [...]}, a row for each kind of layer, with counts of one rank under balanced routes and sizes of the
+    example; nothing where each rank has all experts. `forward_bytes` and `backward_bytes` are what one rank sends to
+    experts and back for one layer and micro-batch.
+    """
+    rows: dict[tuple[Any, ...], Document] = {}
+    size = SizesAt(run_dims(program)).size
+    for placed in program.placed:
+        for node in placed.parts["body"].graph.nodes:
+            if node.target is not copies:
+                continue
+            ids, experts, ranks = node.args
+            tokens, slots = local_tensor(ids).shape
+            (sent, _) = node.meta["local"]
+            layer = {"module": starred(fqn_of(node)), "experts": experts, "slots": slots, "ranks": ranks}
+            row = rows.setdefault(tuple(layer.values()), {**layer, "layers": 0})
+            row["layers"] += 1
+            row |= {"tokens": size(tokens), "copies": size(sent.shape[0])}
+            mine = [each for each in found if each.exchanges and each.module == fqn_of(node)]
+            for name, backward in (("forward_bytes", False), ("backward_bytes", True)):
+                row[name] = round(sum(each.wire_bytes for each in mine if each.comm.backward == backward))
+    return {"experts": list(rows.values())} if rows else {}
+
+
+def experts_text(row: Document) -> str:
+    """A row as a sentence."""
+    layers = f"{row['layers']} layers of " if row["layers"] > 1 else ""
+    there, back = (human_bytes(row[name]) for name in ("forward_bytes", "backward_bytes"))
+    held = f"{row['experts'] // row['ranks']} of {row['experts']} experts on each of {row['ranks']} ranks"
+    return (
+        f"{layers}{row['module'] or 'experts'}: {held}, {row['slots']} for a token. If routes are balanced, the "
+        f"{row['tokens']:,} tokens of a rank travel in {row['copies']:,} copies, for which exchange_tokens sends "
+        f"{there} per layer in the forward and {back} in the backward"
+    )
+
+
+def experts_notes(program: Program) -> Iterable[str]:
+    """All rows of a program as sentences."""
+    return map(experts_text, experts_document(program, traffic(program)).get("experts", ()))
+
+
+__all__ = ["experts_document", "experts_notes", "experts_text"]
