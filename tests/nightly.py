@@ -370,6 +370,12 @@ AT_NIGHT: dict[str, tuple[str, ...]] = {
     "titan/test_runs.py": (
         "test_strategies_from_the_command_line",  # recipes/test_recipes.py
     ),
+    "runtime/test_tasks_drawn.py": ("test_drawn_plans_are_one_device",),  # test_tasks.py has four plans by day
+    "test_examples.py": (
+        "test_tasks[clip]",  # train/test_session.py trains tasks by day
+        "test_tasks[translate]",
+        "test_tasks[llava]",
+    ),
     "tracer/test_attention.py": ("test_multi_head_attention_module[True]",),
     "tracer/test_canonical.py": (
         "test_signature[tied]",

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fxpar.ir.axes import STAGES
-from fxpar.ir.exec_graph import ExecGraph, Part, Program, Stored, cut_part
+from fxpar.ir.exec_graph import ExecGraph, Part, Program, Stored, cut_part, loss_results, restricted
 from fxpar.ir.graph import run_dims
 from fxpar.ir.handover import Handover
 from fxpar.ir.mesh import Mesh
@@ -48,19 +48,7 @@ class StageProgram(Program):
     @functools.cached_property
     def loss(self) -> Part:
         """What the epilogue does for the loss and metrics, on the stage that gives them; in the order of `given`."""
-        graph, copied = fx.Graph(), {}
-        graph.graph_copy(self.epilogue.graph, copied)
-        kinds = [out.kind for out in self.outputs if out.kind in ("loss", "grad", "buffer")]
-        ends = [node for node, kind in zip(self.epilogue.results, kinds, strict=True) if kind == "loss"]
-        graph.output(tuple(copied[node] for node in ends))
-        graph.eliminate_dead_code()
-        sources = []
-        for node, source in zip(graph.find_nodes(op="placeholder"), self.epilogue.sources, strict=True):
-            if node.users:
-                sources.append(source)
-            else:
-                graph.erase_node(node)
-        return Part(graph, tuple(sources))
+        return restricted(self.epilogue, loss_results(self, self.epilogue))
 
     @functools.cached_property
     def early(self) -> Part | None:
