@@ -294,7 +294,7 @@ class _Exchange:
             self.here = max(value, self.hops[-1].come).next
         for hop in self.hops:
             value = self._travel(value, hop)
-            for node in (value, value.args[0]):
+            for node in (value, *value.all_input_nodes[:1]):
                 self._place(node, reader)
         self.here = reader
         return value
