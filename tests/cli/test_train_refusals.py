@@ -227,3 +227,12 @@ def test_strategies_are_chosen_for_the_ranks_of_torchrun(config, monkeypatch):
     assert jobs[1].config.world == 2  # said: ranks refuse another number
     assert fxpar("train", "tiny.toml")[0] == 0
     assert jobs[2].config.run.ranks is None  # strategies that are known say it
+
+
+def test_a_run_of_tasks_is_not_compared(tmp_path):
+    file = tmp_path / "run.toml"
+    task = 'loss = "a.py:loss"\ndata = "a.py:data"\nitems = 1\nstrategies = { 8 = "dp1" }\n'
+    file.write_text(f'[model]\nname = "a.py:make"\n[task.one]\n{task}')
+    status, _, err = fxpar("train", str(file), "--compare", "static")
+    assert status == 1
+    assert "--compare: is of one loss, and this configuration has tasks" in err

@@ -9,6 +9,7 @@ import torch
 
 from fxpar.errors import ModelFunctionError, ModelOptionError
 from fxpar.models import load
+from fxpar.models.user_function import load_module
 
 GOOD = """
     import torch
@@ -22,6 +23,12 @@ GOOD = """
         SEEN.append(torch.empty(1).device.type)
         batch = {"x": torch.randn(3, 2), "target": torch.randn(3, width)}
         return nn.Linear(2, width), loss, batch
+
+    def alone():
+        return nn.Linear(2, 3)
+
+    def loss_of_none():
+        return loss
 
     def several():
         batches = [{"x": torch.randn(n, 2), "target": torch.randn(n, 4)} for n in (5, 6)]
@@ -120,3 +127,12 @@ def test_options_of_the_function(file):
         load(f"{file}:strict", options={"widht": "3"})
     with pytest.raises(ModelOptionError, match=r"as long as the function makes .* return 'batches' from your function"):
         load(f"{file}:make", tokens=(4,))
+
+
+def test_a_model_alone_is_enough_for_tasks(file):
+    how = {"dtype": torch.float64, "device": "cpu", "seed": 0}
+    alone = load_module(f"{file}:alone", {}, **how)
+    assert (alone.weight.shape, alone.weight.dtype) == ((3, 2), torch.float64)
+    assert load_module(f"{file}:make", {"width": "5"}, **how).weight.shape == (5, 2)
+    with pytest.raises(ModelFunctionError, match="it returned"):
+        load_module(f"{file}:loss_of_none", {}, **how)
