@@ -231,7 +231,7 @@ def test_ladder_is_made_of_passes():
     assert all(isinstance(step, GraphPass) for step in ladder)
     assert len({step.name for step in ladder}) == len(ladder)
     assert {step.tier for step in ladder} == {"exact", "numeric", "lossy"}
-    assert [step.name for step in ladder if step.tier == "lossy"] == ["compress_dispatch"]
+    assert [step.name for step in ladder if step.tier == "lossy"] == ["limit_experts", "compress_dispatch"]
 
 
 def test_a_collective_that_is_run_says_so():

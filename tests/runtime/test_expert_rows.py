@@ -35,7 +35,6 @@ def routed() -> tuple[Captured, list[float]]:
     "strategy",
     [
         "dp2+zero3",
-        "cp2.tp2+sp[*.experts: ep2.tp2]",
         "tp4+sp+remat[*.experts: ep2.tp2]",
         "cp2.pp2+cut(layers.0.experts)[*.experts: ep2]",
     ],
