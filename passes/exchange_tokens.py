@@ -244,8 +244,8 @@ class _Exchange:
         self.size.meta["sym"] = self.received_rows
 
     def _send(self, value: fx.Node) -> fx.Node:
-        """Of the rank's own tokens -> of the copies that it gets. It starts as soon as the value and counts are there, so
-        that it travels while experts compute.
+        """Of the rank's own tokens -> of the copies that it gets. It starts when value and counts are there, to travel
+        while experts compute.
         """
         meta, reader = local_tensor(value), self.here
         assert reader is not None
