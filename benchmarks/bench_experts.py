@@ -102,14 +102,14 @@ def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return cross_entropy_sum(model(batch["input_ids"]), batch["labels"])
 
 
-def program_of(model: nn.Module, tokens: Tensor) -> TrainGraph:
-    """`ep4`, of rows of documents; no process group."""
+def program_of(model: nn.Module, tokens: Tensor, strategy: str = MINE) -> TrainGraph:
+    """Of rows of documents; no process group."""
     row = tokens[:1, :-1]
     batch = {"input_ids": row, "labels": row}
-    return lower(pack_documents(capture(model, loss_sum, batch)), MINE)
+    return lower(pack_documents(capture(model, loss_sum, batch)), strategy)
 
 
-def of_fxpar(program: TrainGraph, model: nn.Module, tokens: Tensor) -> Step:
+def of_fxpar(program: TrainGraph, model: nn.Module, tokens: Tensor, bind: Callable[..., Any] = bind) -> Step:
     """A step on this rank, a sequence in each bin; it returns the square of the norm of its gradients."""
     rank, weights = dist.get_rank(), dict(model.named_parameters())
     local = {

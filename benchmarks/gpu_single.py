@@ -1,10 +1,12 @@
 """What one GPU can say about fxpar, piece by piece; `make gpu` runs all of them.
 
-    python benchmarks/gpu_single.py step|attention|packed|switch [--steps 10] [--rounds 3] [--json OUT]
+    python benchmarks/gpu_single.py step|experts|offload|attention|packed|switch [--steps 10] [--rounds 3] [--json OUT]
     python benchmarks/gpu_single.py step --device cpu --tiny      # the same program, to see that it runs
 
 step        forward and backward of one packed row through a Llama of 1B: eager torch, `torch.compile`, fxpar's graph
             eager and with inductor, all with `fxpar::attention`
+experts     the same of a mixture of experts (transformers' mixtral), against its loop and its grouped products
+offload     what copies of activations to the host cost the step, beside recomputation
 attention   `fxpar::attention` against torch's, dense (flash) and in packed documents (varlen)
 packed      long-tailed documents in one row against a padded row each, as many tokens at a time
 switch      training that changes between two strategies of one rank in every step, in fp32, bf16 and fp16, against
@@ -17,13 +19,11 @@ was allocated. Every piece checks its results before it prints them, and raises 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,132 +31,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from gpu_steps import (
+    TOLERANCE,
+    Batch,
+    Row,
+    Settings,
+    compare_experts,
+    compare_offload,
+    compare_steps,
+    fxpar_step,
+    load_llama,
+    off,
+    torch_step,
+)
+from torch import Tensor
 from turns import accept, apart, in_turns
 
 import fxpar
-from fxpar.ir.exec_graph import ExecGraph
 from fxpar.losses import IGNORE_INDEX, next_token_labels
-from fxpar.lowering import lower
-from fxpar.models import LoadedModel, load
-from fxpar.runtime.bound import bind
-from fxpar.runtime.runner import Backend
-from fxpar.tracer import capture
-
-SIZES = {"layers": "16", "dim": "2048", "heads": "32", "kv_heads": "8", "ffn": "8192", "vocab": "32000"}
-TINY = {"layers": "2", "dim": "64", "heads": "4", "kv_heads": "2", "ffn": "176", "vocab": "500"}
-TOLERANCE = 0.05  # of bf16 gradients, relative in the 2-norm
-Row = dict[str, Any]
-Batch = Mapping[str, Tensor]
-Step = Callable[[], tuple[float, dict[str, Tensor]]]  # a micro-batch's loss and gradients
-
-
-@dataclass(frozen=True)
-class Settings:
-    """`steps` per round and way."""
-
-    device: torch.device
-    tiny: bool
-    steps: int
-    rounds: int
-
-    @property
-    def model(self) -> dict[str, str]:
-        return TINY if self.tiny else SIZES
-
-    def to(self, batch: Batch) -> dict[str, Tensor]:
-        return {key: value.to(self.device) for key, value in batch.items()}
-
-
-def off(step: Step, expected: tuple[float, dict[str, Tensor]]) -> float:
-    """The worst relative difference of a gradient, or of the loss."""
-    loss, grads = step()
-    wanted, references = expected
-    return max([abs(loss / wanted - 1), *(apart(grads[name], one) for name, one in references.items())])
-
-
-def wide_step(loaded: LoadedModel, batch: Batch, scale: float) -> Step:
-    """Eager torch in fp32, from the same weights: what rounding to bf16 is measured by."""
-    return torch_step(replace(loaded, model=copy.deepcopy(loaded.model).float()), batch, scale=scale)
-
-
-def compare(ways: Mapping[str, Step], wide: Step) -> dict[str, float]:
-    """How far each way is off fp32. None may be further off than eager torch, "torch", by half."""
-    loss, grads = wide()
-    expected = loss, {name: grad.clone() for name, grad in grads.items()}
-    found: dict[str, float] = {}
-    for name, step in ways.items():
-        limit = max(TOLERANCE, 1.5 * found.get("torch", 0.0)) if found else float("inf")
-        found[name] = accept(name, off(step, expected), limit)
-    return found
-
-
-# ---------------------------------------------------------------------------------------------------------- step
-def fxpar_step(loaded: LoadedModel, batch: Batch, scale: float, compile: Backend) -> Step:
-    """The lowered graph of one rank."""
-    program = lower(capture(loaded.model, loaded.loss_fn, batch), "dp1")
-    assert isinstance(program, ExecGraph)
-    bound = bind(program, 0, {}, compile=compile)
-    params, buffers = loaded.params(), loaded.buffers()
-
-    def step() -> tuple[float, dict[str, Tensor]]:
-        bound.prepare(params, buffers)
-        bound.run(batch, scale)
-        found = bound.finish()
-        return float(found["loss"]), found["grads"]
-
-    return step
-
-
-def torch_step(loaded: LoadedModel, *batches: Batch, scale: float, compiled: bool = False) -> Step:
-    """What a careful user writes: one micro-batch after the other."""
-    model: nn.Module = loaded.model
-
-    def forward(given: Batch) -> Tensor:
-        return loaded.loss_fn(model, given) * scale
-
-    run: Any = torch.compile(forward) if compiled else forward
-
-    def step() -> tuple[float, dict[str, Tensor]]:
-        model.zero_grad()
-        losses = []
-        for batch in batches:
-            loss = run(batch)
-            loss.backward()
-            losses.append(loss.detach())
-        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad()  # else they lie beside what other ways allocate
-        return float(sum(losses)), grads
-
-    return step
-
-
-def load_llama(settings: Settings, dtype: torch.dtype, tokens: int) -> LoadedModel:
-    device = str(settings.device)
-    return load("llama", noise=False, options=settings.model, dtype=dtype, device=device, tokens=(tokens,))
-
-
-def compare_steps(settings: Settings) -> list[Row]:
-    """Targets: fxpar with inductor takes at most 1.0 of the time of torch.compile and 1.02 of its memory."""
-    loaded = load_llama(settings, torch.bfloat16, 64 if settings.tiny else 8192)
-    batch, scale = settings.to(loaded.example_batch), loaded.scale()
-    ways = {"torch": torch_step(loaded, batch, scale=scale), "fxpar": fxpar_step(loaded, batch, scale, "eager")}
-    if not settings.tiny:
-        ways["torch.compile"] = torch_step(loaded, batch, scale=scale, compiled=True)
-        ways["fxpar, inductor"] = fxpar_step(loaded, batch, scale, "inductor")
-    errors = compare(ways, wide_step(loaded, batch, scale))
-    found = in_turns(ways, settings.steps, settings.rounds, settings.device)
-    return [
-        {
-            "way": name,
-            "ms": ms,
-            "of torch": ms / found["torch"][0],
-            "of torch.compile": ms / found["torch.compile"][0] if "torch.compile" in found else None,
-            "peak MB": peak,
-            "off fp32": errors[name],
-        }
-        for name, (ms, peak) in found.items()
-    ]
 
 
 # ----------------------------------------------------------------------------------------------------- attention
@@ -356,6 +248,8 @@ def _train(
 # --------------------------------------------------------------------------------------------------------- main
 PIECES: dict[str, Callable[[Settings], list[Row]]] = {
     "step": compare_steps,
+    "experts": compare_experts,
+    "offload": compare_offload,
     "attention": compare_attention,
     "packed": compare_packing,
     "switch": compare_precisions,

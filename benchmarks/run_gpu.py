@@ -23,6 +23,8 @@ TESTS = "-m pytest -q -m gpu -rs -p no:cacheprovider tests/ops tests/runtime/tes
 PIECES = (
     Piece("tests", "Tests marked `gpu`", TESTS, measures=False),
     Piece("step", "One step of a Llama of 1B in bf16, a row of 8,192 tokens", f"{SINGLE} step"),
+    Piece("experts", "One step of a mixture of 16 experts in bf16, a row of 8,192 tokens", f"{SINGLE} experts"),
+    Piece("offload", "Activations on the host: the Llama of 1B again", f"{SINGLE} offload"),
     Piece("attention", "Attention, forward and backward, 16,384 tokens, 16 heads of 128", f"{SINGLE} attention"),
     Piece("packed", "Packed documents of 1,024 to 8,192 tokens", f"{SINGLE} packed"),
     Piece("switch", "Two strategies of one rank in every step, in three precisions", f"{SINGLE} switch"),

@@ -6,7 +6,8 @@
 
 Each type is built tiny, with random weights in float64, in evaluation mode (torch draws other dropout masks). Its loss
 and gradients are found twice by one device: by the model itself under plain autograd, each document alone, and by the
-captured graph. Then `fxpar.check` runs rows of several documents under five strategies, with default settings.
+captured graph. Then `fxpar.check` runs rows of several documents under five strategies, with default settings, and
+those of types with experts under four strategies that cut experts.
 A type is *equal* if all of these agree, *refused* if an error or a line names the reason, and *wrong* otherwise.
 
 A type runs in a forked process of its own, with a limit in time; results are kept in --folder, one file per type.
@@ -42,10 +43,12 @@ from fxpar.flow import padding_hazard
 from fxpar.ir.graph import LogicalGraph
 from fxpar.models import load
 from fxpar.models.loaded import LoadedModel
+from fxpar.ops.traits import EXPERT_PRODUCTS
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.tracer import capture
 
 STRATEGIES = ("dp2", "tp2", "tp2+sp", "cp2", "pp2")
+OF_EXPERTS = ("ep2", "ep4", "dp2.ep2", "ep2.tp2+sp")
 EAGER_LIMIT = 1e-5  # the model rounds its float32 islands in its own order
 WIDE_LIMIT = 1e-10  # of one that is off by more, or mixes both dtypes: the two run once more without float32 islands
 TOKENS = (31, 22)
@@ -72,18 +75,12 @@ def sweep_one(name: str) -> dict[str, Any]:
         except Exception as error:
             return {"status": "refused", "why": f"the model itself does not run in float64: {why or _line(error)}"}
     rows, unpacked = packed_if_proved(widen(logical))
-    results = {}
-    for strategy in STRATEGIES:
-        try:
-            (result,) = check(logical, [strategy], model.params(), model.buffers(), model.batches, scale=model.scale())
-        except FxparError as error:
-            results[strategy] = {"status": "refused", "why": _line(error)}
-            continue
-        off = max(result.loss_rel_err, result.grad_max_rel_err)
-        status = "equal" if result.ok else "refused" if result.error else "wrong"
-        results[strategy] = {"status": status, "off": off, "why": _short(result.error)}
+    results = {strategy: _under(strategy, logical, model) for strategy in STRATEGIES}
+    has_experts = any(node.target in EXPERT_PRODUCTS for node in logical.gm.graph.nodes)
+    apart = {strategy: _under(strategy, logical, model) for strategy in OF_EXPERTS if has_experts}
     kinds = {each["status"] for each in results.values()}
-    status = "wrong" if "wrong" in kinds or not (eager < EAGER_LIMIT or wide < WIDE_LIMIT) else "equal"
+    wrong = "wrong" in kinds | {each["status"] for each in apart.values()}
+    status = "wrong" if wrong or not (eager < EAGER_LIMIT or wide < WIDE_LIMIT) else "equal"
     if status == "equal" and kinds == {"refused"}:
         status = "refused"
     return {
@@ -94,8 +91,20 @@ def sweep_one(name: str) -> dict[str, Any]:
         "unpacked": _short(unpacked),
         "padding": _short(padding_hazard(rows) or ""),
         "strategies": results,
+        "experts": apart,
         "why": next((each["why"] for each in results.values() if each["why"]), ""),
     }
+
+
+def _under(strategy: str, logical: LogicalGraph, model: LoadedModel) -> dict[str, Any]:
+    """What became of the rows of several documents under a strategy."""
+    try:
+        (result,) = check(logical, [strategy], model.params(), model.buffers(), model.batches, scale=model.scale())
+    except FxparError as error:
+        return {"status": "refused", "why": _line(error)}
+    off = max(result.loss_rel_err, result.grad_max_rel_err)
+    status = "equal" if result.ok else "refused" if result.error else "wrong"
+    return {"status": status, "off": off, "why": _short(result.error)}
 
 
 def _off(logical: LogicalGraph, model: LoadedModel, documents: list[dict[str, Tensor]]) -> float:
@@ -168,19 +177,25 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         "",
         f"**{counts['equal']} equal, {counts['refused']} refused with the reason, {counts['wrong']} wrong**, of "
         f"{len(results)}. *Packed*: several documents share a row. *Padded*: lengths need not divide.",
+        f"*Experts*: whether a type with experts is equal under {', '.join(OF_EXPERTS)} too.",
         "",
-        "| type | result | packed | padded | why |",
-        "|---|---|---|---|---|",
+        "| type | result | packed | padded | experts | why |",
+        "|---|---|---|---|---|---|",
     ]
     for name, found in sorted(results.items()):
         refused = [s for s, each in found.get("strategies", {}).items() if each["status"] == "refused"]
         result = found["status"]
         if result == "equal" and refused:
             result = f"equal; {', '.join(refused)} refused"
-        why = found.get("why") or found.get("unpacked") or found.get("padding") or ""
+        apart = found.get("experts", {})
+        outcomes = Counter(each["status"] for each in apart.values())
+        experts = "; ".join(f"{count} {status}" for status, count in outcomes.items())
+        experts = "equal" if set(outcomes) == {"equal"} else experts
+        whys = (found.get("why"), found.get("unpacked"), found.get("padding"), *(one["why"] for one in apart.values()))
+        why = next(filter(None, whys), "")
         marks = ["yes" if yes else "no" for yes in (found.get("packed"), not found.get("padding"))]
         shown = marks if "packed" in found else ["", ""]
-        lines.append(f"| {name} | {result} | {shown[0]} | {shown[1]} | {why.replace('|', '/')} |")
+        lines.append(f"| {name} | {result} | {shown[0]} | {shown[1]} | {experts} | {why.replace('|', '/')} |")
     return "\n".join([*lines, ""])
 
 

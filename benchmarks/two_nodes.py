@@ -4,6 +4,7 @@ of gradients through the sums of each node against a direct one.
     sudo OMP_NUM_THREADS=1 python benchmarks/two_nodes.py [--mib 32] [--runs 3] [--json OUT]
     sudo OMP_NUM_THREADS=1 python benchmarks/two_nodes.py --comm-share 0.5 [--paced] [--only dp4] [--steps 8]
     sudo OMP_NUM_THREADS=1 python benchmarks/two_nodes.py --comm-share 0.5 --plan rounds [--paced] [--steps 8]
+    sudo OMP_NUM_THREADS=1 python benchmarks/two_nodes.py --comm-share 0.45 --lsh [--paced] [--steps 8]
 
 Two network namespaces are joined by a pair of virtual links, each held to 200 Mbit/s by `tc tbf`; two gloo ranks run
 in each. The switch spreads weights that all four ranks share (tp4) to every rank (dp4); the reduction adds up the
@@ -18,7 +19,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -189,7 +190,14 @@ def step_of_rank(options: argparse.Namespace) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    if options.mbit is None:
+    if options.lsh:
+        import lsh_nodes
+
+        probed = options.mbit is None
+        found = (
+            lsh_nodes.probe(options.paced) if probed else lsh_nodes.measure(options.mbit, options.steps, options.paced)
+        )
+    elif options.mbit is None:
         found = borders.probe()
     elif options.plan is not None:
         import plan_nodes
@@ -203,14 +211,14 @@ def step_of_rank(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def network(share: float) -> float:
-    """Mbit/s with which tp4+sp over both nodes spends `share` of its time in communication."""
+def network(share: float, words: Sequence[str] = ()) -> float:
+    """Mbit/s with which tp4+sp over both nodes, or ep4 with `--lsh`, spends `share` of its time in communication."""
     with emulated_nodes(None):
-        fast = json.loads(run_ranks(__file__, ["--comm-share", str(share)]).strip().splitlines()[-1])
+        fast = json.loads(run_ranks(__file__, ["--comm-share", str(share), *words]).strip().splitlines()[-1])
     return fast["bytes"] * 8e-6 / (fast["wall_s"] * share / (1 - share))
 
 
-def measure_steps(mbit: float, words: list[str]) -> dict[str, Any]:
+def measure_steps(mbit: float, words: Sequence[str]) -> dict[str, Any]:
     """Steps on a network of so many Mbit/s."""
     with emulated_nodes(mbit):
         output = run_ranks(__file__, ["--comm-share", "0", "--mbit", f"{mbit:.0f}", *words], timeout_s=1800)
@@ -229,6 +237,16 @@ def measure_plan(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         words = ["--plan", options.plan, "--plans", str(path), "--steps", str(options.steps)]
         found = measure_steps(mbit, [*words, *["--paced"] * options.paced])
     return {"plan": found, "plans": plans, "mbit": mbit}, plan_nodes.show(found, plans, options.plan, mbit)
+
+
+def measure_lsh(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """What `--lsh` asks for, and whether all targets are met."""
+    import lsh_nodes
+
+    words = ["--lsh", *["--paced"] * options.paced]
+    mbit = network(options.comm_share, words)
+    found = measure_steps(mbit, [*words, "--steps", str(options.steps)])
+    return {"lsh": found, "mbit": mbit}, lsh_nodes.show(found, mbit, options.comm_share)
 
 
 def show_borders(found: Mapping[str, float], only: str | None = None) -> bool:
@@ -256,6 +274,7 @@ def main() -> None:
     parser.add_argument(
         "--plan", choices=("commoncrawl", "github", "rounds"), help="a plan for these lengths, against one strategy"
     )
+    parser.add_argument("--lsh", action="store_true", help="experts, exact and with compressed rows")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plans", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -271,10 +290,10 @@ def main() -> None:
     if reason:
         print(f"two_nodes.py is left out: {reason}")
         return
-    if options.plan is not None:
+    if options.plan is not None or options.lsh:
         if options.comm_share is None:
-            parser.error("--plan needs --comm-share, which says how slow the network is")
-        found, good = measure_plan(options)
+            parser.error("--plan and --lsh need --comm-share, which says how slow the network is")
+        found, good = measure_lsh(options) if options.lsh else measure_plan(options)
     elif options.comm_share is not None:
         words = ["--steps", str(options.steps), *["--paced"] * options.paced]
         words += [] if options.only is None else ["--only", options.only]

@@ -71,27 +71,29 @@ class CompressDispatch:
 
 
 def check_compressed(logical: LogicalGraph, strategy: Strategy) -> None:
-    """Raises NothingToCompressError where the strategy or a rule of it compresses the rows of experts, and there are
-    none.
+    """Raises NothingToCompressError where the strategy or a rule of it compresses or limits the rows of experts, and
+    there are none.
     """
-    if not strategy.most("lsh"):
-        return
-    nodes = list(logical.gm.graph.find_nodes(op="call_function", target=own.expert_mm.default))
-    if strategy.blocks:
-        if not nodes:
-            raise NothingToCompressError(str(strategy), "", logical.name)
-        return  # which stage has which experts is not known before stages are cut
-    governed = {strategy.rule_of(fqn_of(node), "lsh") for node in nodes}
-    for rule in (None, *range(len(strategy.rules))):
-        if strategy.share_of("lsh", rule) and rule not in governed:
-            raise NothingToCompressError(str(strategy), "" if rule is None else str(strategy.rules[rule]), logical.name)
+    for flag in filter(strategy.most, ("lsh", "capacity")):
+        nodes = list(logical.gm.graph.find_nodes(op="call_function", target=own.expert_mm.default))
+        if strategy.blocks:
+            if not nodes:
+                raise NothingToCompressError(str(strategy), "", logical.name, flag)
+            continue  # which stage has which experts is not known before stages are cut
+        governed = {strategy.rule_of(fqn_of(node), flag) for node in nodes}
+        for rule in (None, *range(len(strategy.rules))):
+            if strategy.share_of(flag, rule) and rule not in governed:
+                named = "" if rule is None else str(strategy.rules[rule])
+                raise NothingToCompressError(str(strategy), named, logical.name, flag)
 
 
 def without_loss(strategy: Strategy) -> Strategy:
-    """With a budget for every row wherever means stand in for rows."""
-    rules = tuple(replace(rule, lsh=1.0) if rule.lsh else rule for rule in strategy.rules)
+    """With a budget for every row wherever means stand in for rows, and without capacities."""
+    rules = tuple(
+        replace(rule, lsh=1.0 if rule.lsh else rule.lsh, capacity=rule.capacity and 0.0) for rule in strategy.rules
+    )
     by_stage, teams = (tuple(map(without_loss, blocks)) for blocks in (strategy.by_stage, strategy.teams))
-    return replace(strategy, lsh=float(strategy.lsh > 0), rules=rules, by_stage=by_stage, teams=teams)
+    return replace(strategy, lsh=float(strategy.lsh > 0), capacity=0.0, rules=rules, by_stage=by_stage, teams=teams)
 
 
 def most_clusters(rows: Size, rate: float, least: int) -> Size:

@@ -16,6 +16,10 @@ The backward likewise: gradients of results travel to the experts, those of toke
 are saved where its experts are, and copies are counted once for both. How many a rank gets is known at run time
 (`fxpar.ir.counts`). A product whose surroundings are not known travels alone, there and back.
 
+With a cluster of several nodes, and where the cost room says that it pays (`fxpar.cost.hops`), the exchange is two: a
+copy of a token goes to each *node* that has one of its experts, to the rank with the sender's place there, and copies
+of it from there to the ranks of that node. On the way back terms are added up in the node first.
+
 What is sent starts as soon as it is there, and is waited for where it is read: weights of slots travel while the first
 products run, results of experts while gradients of their weights are computed.
 
@@ -25,44 +29,66 @@ number for each slot. Results are those of one device but for rounding: terms ar
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.hops import hops_to_experts
 from fxpar.ir import collectives as c
 from fxpar.ir.axes import EXPERTS
 from fxpar.ir.counts import run_count
-from fxpar.ir.graph import AnnotatedGraph, TensorMeta
+from fxpar.ir.graph import AnnotatedGraph, TensorMeta, run_dims
 from fxpar.ir.node_meta import dists_of, is_backward, is_size, local_meta, local_tensor, wanted_dists
 from fxpar.ir.pass_base import Tier, tensor_operands
 from fxpar.ir.strategy import Strategy
 from fxpar.ops import copies
 from fxpar.ops.traits import BY_EXPERT, EXPERT_PRODUCTS_BACKWARD, SIZES
-from fxpar.rules.slots import Rows, has_tokens, is_by_token, rows_of, shapes_of
+from fxpar.rules.slots import (
+    LOOKUPS,
+    Kinds,
+    Rows,
+    has_tokens,
+    is_by_token,
+    ranks_alike,
+    shapes_of,
+    source_of_ids,
+    walk_rows,
+)
 
 aten, own = torch.ops.aten, torch.ops.fxpar
-# Lookups in tables of a row per expert: op -> where the ids stand.
-_LOOKUPS: dict[Any, int] = {own.embedding.default: 1, own.embedding_backward.default: 1}
 _GRADIENTS = EXPERT_PRODUCTS_BACKWARD | {own.embedding_backward.default}
-Kinds = Rows | tuple[Rows, ...]
 _MANY = 1 << 20  # elements of a dim that grows with the batch
 _MOST_STEPS = 6  # between what travels and the product that reads it
 
 
 @dataclass(frozen=True)
 class ExchangeTokens:
-    """No options."""
+    """`cluster`: which ranks share a node, and what links carry; None: all are on one node. `sizes` are those of a
+    micro-batch as a run has them, by default the example's.
+    """
 
+    cluster: ClusterSpec | None = None
+    sizes: tuple[tuple[str, int], ...] = ()
     name: ClassVar[str] = "exchange_tokens"
     tier: ClassVar[Tier] = "numeric"
 
     def __call__(self, graph: AnnotatedGraph) -> None:
-        for number, group in enumerate(_groups(graph)):
-            _Exchange(graph, group, number).run()
+        numbers = itertools.count()  # of the sizes that are known at run time
+        for group in _groups(graph):
+            _Exchange(graph, group, self._hops(graph, group), numbers).run()
+
+    def _hops(self, graph: AnnotatedGraph, group: _Group) -> tuple[str, ...]:
+        x, slots = local_tensor(group.members[0].args[0]), int(local_tensor(group.ids).shape[1])  # type: ignore[arg-type]
+        nbytes = x.numel(run_dims(graph, dict(self.sizes))) // slots * x.dtype.itemsize
+        return hops_to_experts(graph.strategy.mesh, group.axis, self.cluster, slots, group.experts, nbytes)
 
 
 def experts_axis(node: fx.Node, strategy: Strategy) -> str:
@@ -98,34 +124,46 @@ def _groups(graph: AnnotatedGraph) -> list[_Group]:
             ids = node.args[2]
             made = local_tensor(node if node.target in EXPERT_PRODUCTS_BACKWARD else node.args[1])
             experts = int(made.shape[0]) * ranks(axis)
-            found.setdefault((_source(ids), axis), _Group(axis, ids, experts)).members.append(node)
+            found.setdefault((source_of_ids(ids), axis), _Group(axis, ids, experts)).members.append(node)
     for node in graph.graph.nodes:
-        at = _LOOKUPS.get(node.target)
+        at = LOOKUPS.get(node.target)
         for (source, _), group in found.items() if at is not None else ():
-            if _source(node.args[at]) is source:
+            if source_of_ids(node.args[at]) is source:
                 group.members.append(node)
     return list(found.values())
 
 
-def _source(ids: Any) -> fx.Node:
-    """Where ids come from: gathered twice, for forward and backward, they are the same."""
-    while c.is_collective(ids) or ids.target is aten.detach.default:
-        ids = ids.args[0]
-    return ids
+@dataclass
+class _Hop:
+    """One exchange: over an axis, of how many rows at its start, with what it sends and receives. Nodes: the ids by
+    which rows are routed, which of the rows go, in what order, how many to each rank and how many from each.
+    """
+
+    axis: str
+    rows: Any
+    sent_rows: Any
+    received_rows: Any
+    ids: fx.Node
+    to: fx.Node
+    sent: fx.Node
+    come: fx.Node
 
 
 class _Exchange:
     """Makes one group's calls work on copies of tokens."""
 
-    def __init__(self, graph: AnnotatedGraph, group: _Group, number: int) -> None:
-        self.graph, self.group = graph.graph, group
-        self.ranks = graph.strategy.mesh.degree(group.axis)
+    def __init__(self, graph: AnnotatedGraph, group: _Group, hops: tuple[str, ...], numbers: Iterator[int]) -> None:
+        self.graph, self.group, self.numbers = graph.graph, group, numbers
+        self.degree = graph.strategy.mesh.degree
+        self.ranks = self.degree(group.axis)
         shape: Any = local_tensor(group.ids).shape
         self.tokens, self.slots = shape
-        mean = copies.mean_copies(self.slots, group.experts, self.ranks)
-        most = min(self.slots, self.ranks)
-        self.sent_rows = run_count(mean, most, self.tokens, 2 * number)
-        self.received_rows = run_count(mean, self.ranks, self.tokens, 2 * number + 1)
+        self.alike = ranks_alike(group.members[0])
+        self.axes = hops
+        self.members: dict[fx.Node, Rows] = {
+            node: "same" if node.target in _GRADIENTS else "zero" for node in group.members
+        }
+        self.hops: list[_Hop] = []
         self.received: dict[fx.Node, fx.Node] = {}  # a value of the rank's own tokens -> that of the copies it gets
         self.here: fx.Node | None = None  # the call in front of which nodes are made
         self.whole: dict[fx.Node, dict[str, Any]] = {}  # how values lie that are made of copies now
@@ -149,7 +187,7 @@ class _Exchange:
         """
         stay: set[fx.Node] = set()
         while True:
-            found = self._walk(stay)
+            found = walk_rows(self.graph.nodes, self.members, self.tokens, self.slots, stay)
             junk = (n for n, kind in found.items() if kind == "junk")
             leaves: set[Any] = {n for n in junk if any(u not in found for u in n.users)}
             leaves = {n.args[0] if n.target is operator.getitem else n for n in leaves}  # all results of an op
@@ -189,30 +227,6 @@ class _Exchange:
         others = (o for o in node.all_input_nodes if o not in found and not is_size(o) and has_tokens(o))
         return {one for other in others for one in self._sources(other)}
 
-    def _walk(self, stay: set[fx.Node]) -> dict[fx.Node, Kinds]:
-        found: dict[fx.Node, Kinds] = {}
-        members = set(self.group.members)
-        for node in self.graph.nodes:
-            if node in members:
-                found[node] = "same" if node.target in _GRADIENTS else "zero"
-            elif (
-                node.op == "call_function"
-                and node not in stay
-                and any(found.get(o) not in (None, "same", "term") for o in node.all_input_nodes)
-            ):
-                kind = self._made(node, found)
-                if kind is not None:
-                    found[node] = kind
-        return found
-
-    def _made(self, node: fx.Node, found: dict[fx.Node, Kinds]) -> Kinds | None:
-        if node.target is operator.getitem:
-            source: Any = node.args
-            kinds = found[source[0]]
-            return kinds[source[1]] if isinstance(kinds, tuple) else kinds
-        given: list[Any] = [found.get(o) or ("same" if has_tokens(o) else None) for o in tensor_operands(node)]
-        return rows_of(node, given, self.tokens, self.slots)
-
     # --------------------------------------------------------------------------------------------- making calls
     def _call(self, target: Any, args: tuple[Any, ...], meta: Any) -> fx.Node:
         assert self.here is not None
@@ -229,49 +243,76 @@ class _Exchange:
 
     def _route(self) -> None:
         """Which tokens go where, how many come from where, and the ids of those."""
-        ids, axis = self.group.ids, self.group.axis
-        number = torch.int64
-        self.counts = (TensorMeta((self.sent_rows,), number), TensorMeta((self.ranks,), number))
-        routes = self._call(copies.copies, (ids, self.group.experts, self.ranks), self.counts)
-        self.to, self.sent = (self._call(operator.getitem, (routes, i), self.counts[i]) for i in (0, 1))
-        self.come = self._call(c.all_to_all, (self.sent, axis, 0, (), 0, ()), self.counts[1])
-        self.received[ids] = raw = self._send(ids)
-        each, meta = self.group.experts // self.ranks, local_tensor(raw)
+        ids, axis, each = self.group.ids, self.group.axis, self.group.experts
+        raw, reached = ids, 1
+        for hop in self.axes:
+            if self.hops:  # to a node: numbered as its experts are
+                outer = self.hops[-1].axis
+                ids = self._call(copies.own_ids, (raw, each, f"#{outer}", True), local_tensor(raw))
+            reached *= self.degree(hop)
+            self.hops.append(self._hop(hop, ids, each, reached))
+            raw = self._travel(raw, self.hops[-1])
+            each //= self.degree(hop)
+        self.received_rows = self.hops[-1].received_rows
+        self.received[self.group.ids] = raw
+        meta = local_tensor(raw)
         self.numbered = self._call(copies.own_ids, (raw, each, f"#{axis}", True), meta)
+        rows = run_count(Fraction(self.slots), self.slots * self.ranks, self.tokens, next(self.numbers))
+        order = TensorMeta((rows,), torch.int64), TensorMeta((each,), torch.int64)
+        self._call(copies.own_rows, (self.numbered, each), order).meta["experts"] = (axis, self.alike)
         self.masked = self._call(copies.own_ids, (raw, each, f"#{axis}", False), meta)
         self.size = self._call(aten.sym_size.int, (raw, 0), None)
         del self.size.meta["tensor"], self.size.meta["local"]
         self.size.meta["sym"] = self.received_rows
 
+    def _hop(self, axis: str, ids: fx.Node, experts: int, reached: int) -> _Hop:
+        """An exchange over an axis of rows with such ids, after which each token is on `reached` ranks at most."""
+        ranks, rows, before = self.degree(axis), local_tensor(ids).shape[0], reached // self.degree(axis)
+        mean = copies.mean_copies(self.slots, self.group.experts, reached)
+        sent_rows = run_count(mean, before * min(self.slots, ranks), self.tokens, next(self.numbers))
+        received_rows = run_count(mean, reached, self.tokens, next(self.numbers))
+        metas = TensorMeta((sent_rows,), torch.int64), TensorMeta((ranks,), torch.int64)
+        routes = self._call(copies.copies, (ids, experts, ranks), metas)
+        to, sent = (self._call(operator.getitem, (routes, i), metas[i]) for i in (0, 1))
+        come = self._call(c.all_to_all, (sent, axis, 0, (), 0, ()), metas[1])
+        return _Hop(axis, rows, sent_rows, received_rows, ids, to, sent, come)
+
+    def _travel(self, value: fx.Node, hop: _Hop) -> fx.Node:
+        meta = local_tensor(value)
+        picked = TensorMeta((hop.sent_rows, *meta.shape[1:]), meta.dtype)
+        rows = self._call(aten.index_select.default, (value, 0, hop.to), picked)
+        got = TensorMeta((hop.received_rows, *meta.shape[1:]), meta.dtype)
+        return self._call(c.exchange, (rows, hop.axis, hop.sent, hop.come), got)
+
     def _send(self, value: fx.Node) -> fx.Node:
-        """Of the rank's own tokens -> of the copies that it gets. It starts when value and counts are there, to travel
-        while experts compute.
+        """Of the rank's own tokens -> of the copies that it gets. It starts once the value and counts are there, so
+        that it travels while experts compute.
         """
-        meta, reader = local_tensor(value), self.here
+        reader = self.here
         assert reader is not None
         if is_backward(value) == is_backward(reader):
-            self.here = max(value, self.come).next
-        picked = TensorMeta((self.sent_rows, *meta.shape[1:]), meta.dtype)
-        rows = self._call(aten.index_select.default, (value, 0, self.to), picked)
-        got = TensorMeta((self.received_rows, *meta.shape[1:]), meta.dtype)
-        sent = self._call(c.exchange, (rows, self.group.axis, self.sent, self.come), got)
-        for node in (rows, sent):
-            self._place(node, reader)
+            self.here = max(value, self.hops[-1].come).next
+        for hop in self.hops:
+            value = self._travel(value, hop)
+            for node in (value, value.args[0]):
+                self._place(node, reader)
         self.here = reader
-        return sent
+        return value
 
     def _back(self, node: fx.Node, rows: dict[fx.Node, Kinds]) -> None:
         """What others read of a value comes back, summed up over copies."""
         meta = local_tensor(node)
         readers = [user for user in node.users if user not in rows]
-        self.here = node.next
-        got = TensorMeta((self.sent_rows, *meta.shape[1:]), meta.dtype)
-        terms = self._call(c.exchange, (node, self.group.axis, self.come, self.sent), got)
-        self._place(terms, node)
-        whole = TensorMeta((self.tokens, *meta.shape[1:]), meta.dtype)
-        self.here = min(readers)  # nobody waits for it before
-        summed = self._call(copies.sum_copies, (terms, self.to, self.sent, self.group.ids), whole)
-        self._place(summed, node)
+        self.here, summed = node.next, node
+        for hop in reversed(self.hops):
+            got = TensorMeta((hop.sent_rows, *meta.shape[1:]), meta.dtype)
+            terms = self._call(c.exchange, (summed, hop.axis, hop.come, hop.sent), got)
+            self._place(terms, node)
+            if hop is self.hops[0]:
+                self.here = min(readers)  # nobody waits for it before
+            whole = TensorMeta((hop.rows, *meta.shape[1:]), meta.dtype)
+            summed = self._call(copies.sum_copies, (terms, hop.to, hop.sent, hop.ids), whole)
+            self._place(summed, node)
         summed.meta.update(self.whole.get(node, {}))
         for reader in readers:
             reader.replace_input_with(node, summed)
@@ -279,7 +320,7 @@ class _Exchange:
     # ------------------------------------------------------------------------------------------- calls on copies
     def _take_over(self, node: fx.Node, rows: dict[fx.Node, Kinds]) -> None:
         """Let a call work on copies."""
-        at = 2 if node.target in BY_EXPERT else _LOOKUPS.get(node.target)
+        at = 2 if node.target in BY_EXPERT else LOOKUPS.get(node.target)
         ids = None if at is None else node.args[at]
         own_ids = self.numbered if node.target in BY_EXPERT else self.masked
 

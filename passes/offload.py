@@ -59,7 +59,7 @@ class Offload:
 
     def __call__(self, graph: AnnotatedGraph) -> None:
         turns = begin_of_backward(graph.graph.nodes)
-        if graph.strategy.most_offload and turns is not None:
+        if graph.strategy.most("offload") and turns is not None:
             movable = _movable(graph, run_dims(graph, dict(self.sizes)), turns)
             groups = _by_block(movable)
             if any(out.kind == "loss" for out in graph.outputs):

@@ -2,12 +2,14 @@
 
 Before: rows in the order of tokens, [N, K, D]; each product sorts them inside and puts its result back. After: rows by
 expert, [N * K, D], from the first product to the last, with what is between them. The backward has the same order.
+Where `exchange_tokens` says which slots have an expert on this rank, the rows are those alone: [M, D], a count that is
+known at run time, and no other slot is computed.
 
     %x3 = expand(unsqueeze(%x, 1), [N, K, D])   %order, %counts = route_rows(%ids, E)
-    %h = expert_mm(%x3, %w1, %ids)              %h = grouped_mm(dispatch(%x, %order, K), %w1, %counts)
+    %h = expert_mm(%x3, %w1, %ids)              %h = grouped_mm(dispatch(%x, %order, %ids), %w1, %counts)
     %a = silu(%h)                               %a = silu(%h)
     %r = expert_mm(%a, %w2, %ids)               %r = grouped_mm(%a, %w2, %counts)
-    %y = weighted_sum(%r, %p)                   %y = combine(%r, %p, %order, K)
+    %y = weighted_sum(%r, %p)                   %y = combine(%r, %p, %order, %ids)
 
 What is between products stays sorted if it is done to each row by itself; a value that anything else reads is put back
 for it. Saves: two copies of the rows per product and more than one; never more copies than before.
@@ -24,9 +26,11 @@ import torch
 from torch import fx
 
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
-from fxpar.ir.node_meta import local_meta, local_tensor, size_of
+from fxpar.ir.node_meta import local_meta, local_tensor
 from fxpar.ir.pass_base import Tier, tensor_operands
+from fxpar.ops.copies import own_rows
 from fxpar.ops.traits import is_elementwise
+from fxpar.rules.slots import ranks_alike
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 
@@ -49,17 +53,19 @@ class SortRows:
 
 @dataclass(frozen=True)
 class _Route:
-    """What a layer's rows are sorted by: the nodes, N and K of the rank's rows."""
+    """What a layer's rows are sorted by: the nodes, N and K of the rank's tokens, and how many rows there are."""
 
+    ids: fx.Node
     order: fx.Node
     counts: fx.Node
+    rows: Any
     tokens: Any
     slots: int
 
 
 @dataclass
 class _Sorting:
-    """One walk. `rows`: of a value [N, K, D], its route and its rows by expert [N * K, D]."""
+    """One walk. `rows`: of a value [N, K, D], its route and its rows by expert [M, D]."""
 
     graph: fx.Graph
     routes: dict[tuple[fx.Node, int], _Route] = field(default_factory=dict)
@@ -80,9 +86,7 @@ class _Sorting:
         for node, (route, rows) in self.rows.items():
             if any(user not in self.rows and user not in self.done for user in node.users):
                 with self.graph.inserting_after(rows):
-                    placed = self._call(
-                        node, own.place_rows.default, (rows, route.order, route.slots), local_meta(node)
-                    )
+                    placed = self._call(node, own.place_rows.default, (rows, route.order, route.ids), local_meta(node))
                 self._stand_in(node, placed)
         for node in reversed([n for n in self.graph.nodes if n in self.rows or n in self.done]):
             if not node.users:
@@ -111,7 +115,7 @@ class _Sorting:
         rows, weights = args
         if rows in self.rows:
             route, rows = self.rows[rows]
-            self._replace(node, own.combine.default, (rows, weights, route.order, route.slots))
+            self._replace(node, own.combine.default, (rows, weights, route.order, route.ids))
 
     def weigh_backward(self, node: fx.Node) -> None:
         """weighted_sum_backward(grad, rows, weights) -> (drows, dweights)."""
@@ -121,7 +125,7 @@ class _Sorting:
             return
         route, rows = self.rows[rows]
         drows, dweights = local_meta(node)  # type: ignore[misc]
-        args = (grad, rows, weights, route.order, route.slots)
+        args = (grad, rows, weights, route.order)
         made = self._call(node, own.combine_backward.default, args, (self._sorted(drows, route), dweights))
         for user in list(node.users):
             if user.args[1] == 0:
@@ -137,7 +141,7 @@ class _Sorting:
         if rows not in self.rows or list(dims) not in ([1], [-2]) or node.kwargs:
             return
         route, rows = self.rows[rows]
-        args, meta = (rows, None, route.order, route.slots), local_tensor(node)
+        args, meta = (rows, None, route.order, route.ids), local_tensor(node)
         if not any(rest):
             self._replace(node, own.combine.default, args)
             return
@@ -165,14 +169,11 @@ class _Sorting:
         route = self._common([grad])
         if route is None or dim not in (2, -1):
             return
-        tokens: Any = sizes[0]
-        rows = (
-            tokens * route.slots
-            if isinstance(tokens, int)
-            else self.graph.call_function(operator.mul, (tokens, route.slots))
-        )
-        if isinstance(rows, fx.Node):
-            rows.meta.update(tokens.meta, sym=size_of(tokens) * route.slots)
+        rows = route.rows
+        if not isinstance(rows, int):
+            rows = self._call(node, aten.sym_size.int, (route.order, 0), None)
+            del rows.meta["tensor"], rows.meta["local"]
+            rows.meta["sym"] = route.rows
         self._make(node, route, node.target, (self._by_expert(grad, route), [rows, sizes[2]], -1, *rest))
 
     def item(self, node: fx.Node) -> None:
@@ -200,11 +201,17 @@ class _Sorting:
         if key not in self.routes:
             shape: Any = local_tensor(ids).shape
             tokens, slots = shape
-            order, counts = TensorMeta((tokens * slots,), torch.int64), TensorMeta((experts,), torch.int64)
-            made = self._call(node, own.route_rows.default, key, (order, counts))
+            made = next((user for user in ids.users if user.target is own_rows and user.args == key), None)
+            if made is None:
+                metas = TensorMeta((tokens * slots,), torch.int64), TensorMeta((experts,), torch.int64)
+                made = self._call(node, own.route_rows.default, key, metas)
+                made.meta["experts"] = "", ranks_alike(node)
+            results: Any = local_meta(made)
+            order, counts = results
             first = self._call(node, operator.getitem, (made, 0), order)
             second = self._call(node, operator.getitem, (made, 1), counts)
-            self.routes[key] = _Route(first, second, tokens, slots)
+            second.meta["experts"] = made.meta.pop("experts")
+            self.routes[key] = _Route(ids, first, second, order.shape[0], tokens, slots)
         return self.routes[key]
 
     def _common(self, values: Any) -> _Route | None:
@@ -227,12 +234,12 @@ class _Sorting:
         if key not in self.taken:
             meta = self._sorted(local_tensor(value), route)
             self.taken[key] = self._call(
-                value, own.dispatch.default, (_repeated(value) or value, route.order, route.slots), meta
+                value, own.dispatch.default, (_repeated(value) or value, route.order, route.ids), meta
             )
         return self.taken[key]
 
     def _sorted(self, meta: TensorMeta | None, route: _Route) -> TensorMeta | None:
-        return meta and TensorMeta((route.tokens * route.slots, *meta.shape[2:]), meta.dtype)
+        return meta and TensorMeta((route.rows, *meta.shape[2:]), meta.dtype)
 
     def _make(self, node: fx.Node, route: _Route, target: Any, args: Any, kwargs: Any = None) -> None:
         """The rows by expert of what `node` makes."""

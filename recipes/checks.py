@@ -28,10 +28,29 @@ def _converted(config: Any) -> str | None:
     return None
 
 
-def _moe(config: Any) -> str | None:
+def mixtures(config: Any) -> Iterator[tuple[str, Any]]:
+    """Each mixture of experts of the model: its name, and its configuration."""
     for index, layer in enumerate(getattr(config.model_spec.model, "layers", ())):
         if getattr(layer, "moe", None) is not None:
-            return f"layers.{index} routes tokens to experts"
+            yield f"layers.{index}.moe", layer.moe
+
+
+def _other_moe(config: Any) -> str | None:
+    """Experts that are none of torchtitan's plain ones, for which `fxpar.recipes.experts` has products."""
+    for name, moe in mixtures(config):
+        plain = ((moe, titan.MoE), (moe.routed_experts, titan.RoutedExperts))
+        for part, kind in (*plain, (moe.routed_experts.inner_experts, titan.GroupedExperts)):
+            if type(part) is not kind.Config:
+                return f"{name} has a {type(part).__qualname__.removesuffix('.Config')}"
+    return None
+
+
+def _moved_bias(config: Any) -> str | None:
+    """A bias of the router that counts of all tokens of a step move, which no program of a rank sees."""
+    for name, moe in mixtures(config):
+        if moe.load_balance_coeff is not None:
+            said = f"{name}.load_balance_coeff is {moe.load_balance_coeff:g}"
+            return f"{said}, and fxpar does not count tokens per expert"
     return None
 
 
@@ -57,8 +76,13 @@ def _other_loss(config: Any) -> str | None:
 
 # An option of the model says more than what follows from it, so the order matters.
 REFUSALS = (
-    Refusal("model_spec (MoE)", _moe, "Use a dense model, or stock torchtitan: fxpar.strategies unset"),
-    Refusal("model_spec", _other_model, "Use a dense model such as llama3 or qwen3"),
+    Refusal("model_spec (MoE)", _other_moe, "Use a model with plain GroupedExperts, such as qwen3, or a dense one"),
+    Refusal("model_spec", _other_model, "Use a model such as llama3 or qwen3"),
+    Refusal(
+        "model_spec (MoE)",
+        _moved_bias,
+        "Set it to None in every layer of model_spec.model, or use stock torchtitan: fxpar.strategies unset",
+    ),
     Refusal(
         "model_spec (converters)",
         _converted,
@@ -80,7 +104,12 @@ REFUSALS = (
         lambda c: (
             None if c.parallelism.expert_parallel_degree == 1 else f"it is {c.parallelism.expert_parallel_degree}"
         ),
-        "Set it to 1",
+        "Set it to 1, and write ep in fxpar.strategies",
+    ),
+    Refusal(
+        "debug.moe_force_load_balance",
+        lambda c: "it is set" if c.debug.moe_force_load_balance else None,
+        "Unset it: it routes tokens by their place in a row, which packing changes",
     ),
     Refusal(
         "comm.mode",
@@ -231,6 +260,7 @@ __all__ = [
     "check_recipe",
     "check_trainer",
     "data_parallel_degree",
+    "mixtures",
     "refusals",
     "rows_of_step",
     "validation_turns",

@@ -89,6 +89,7 @@ with shown_import_errors("torchtitan (pip install 'fxpar[torchtitan]')"):
     from torchtitan.models.common import decoder as decoder_module
     from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
     from torchtitan.models.common.linear import Linear
+    from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
     from torchtitan.protocols.module import Module
     from torchtitan.tools import utils as tools
     from torchtitan.tools.logging import logger
@@ -104,10 +105,13 @@ __all__ = [
     "ChunkedLossWrapper",
     "CrossEntropyLoss",
     "FlexAttention",
+    "GroupedExperts",
     "Linear",
+    "MoE",
     "Module",
     "OneDevice",
     "ParallelDims",
+    "RoutedExperts",
     "ScaledDotProductAttention",
     "Trainer",
     "Validator",

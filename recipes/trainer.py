@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from typing import Any, ClassVar, Literal, cast
@@ -24,10 +24,10 @@ from fxpar.api import ParallelModule
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.losses import cross_entropy_sum
 from fxpar.monitor import Monitor
+from fxpar.recipes import attention, experts
 from fxpar.recipes import torchtitan_api as titan
-from fxpar.recipes.attention import FOR_FXPAR
 from fxpar.recipes.checkpoint import FxparCheckpointManager
-from fxpar.recipes.checks import check_recipe, check_trainer, rows_of_step, validation_turns
+from fxpar.recipes.checks import check_recipe, check_trainer, mixtures, rows_of_step, validation_turns
 from fxpar.recipes.documents import Documents
 from fxpar.recipes.loader import LengthGroupedDataLoader
 from fxpar.recipes.plans import with_plan
@@ -250,7 +250,7 @@ def one_device(config: FxparTrainer.Config, world: int, parallelize: Callable[..
         loss=config.loss.loss_fn if isinstance(config.loss, titan.ChunkedLossWrapper.Config) else config.loss,
         activation_checkpoint=None,
         debug=replace(config.debug, print_config=False, save_config_file=None),  # the user's was logged by then
-        override=with_overrides(config.override, *(FOR_FXPAR if config.fxpar.override_attention else ())),
+        override=with_overrides(config.override, *_overrides(config)),
         training=replace(training, local_batch_size=rows, global_batch_size=rows, disable_cuda_graphs=True),
         dataloader=LengthGroupedDataLoader.Config(
             inner=config.dataloader, rows=training.local_batch_size, data_ranks=config.fxpar.data_ranks
@@ -260,6 +260,14 @@ def one_device(config: FxparTrainer.Config, world: int, parallelize: Callable[..
             config.validator, training.local_batch_size, validation_turns(config, world), config.fxpar.data_ranks
         ),
     )
+
+
+def _overrides(config: FxparTrainer.Config) -> Iterator[str]:
+    """What fxpar captures in the place of parts of the model, by torchtitan's paths."""
+    if config.fxpar.override_attention:
+        yield from attention.FOR_FXPAR
+    if any(mixtures(config)):
+        yield from experts.FOR_FXPAR
 
 
 def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

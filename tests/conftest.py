@@ -64,6 +64,18 @@ def _mark_nightly(items: list[pytest.Item], whole_files: bool) -> None:
         raise pytest.UsageError(f"tests/nightly.py names what is no test: {sorted(left)}")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Modules stay until the end: nothing looks through their objects again, in tests that collect garbage neither."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # at exit some extensions count what is left
+
+
+def pytest_sessionfinish() -> None:
+    """pytest collects garbage five times when it ends, to find errors in what nobody holds: graphs are not among it."""
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def own_world() -> Iterator[None]:
     """Seed torch before each test; fail a test that leaves a default process group behind.

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import settings
 
 # Examples of a Hypothesis property that does not say how many it needs, in the profiles of tests/conftest.py.
-EVERY_RUN, NIGHTLY = 12, 800
+EVERY_RUN, NIGHTLY = 8, 800
 _COUNTED_FOR = 40  # what the counts in the tests were measured beside
 
 
 def examples(count: int) -> int:
-    """`max_examples` of a property for which `count` are a good number: a third of it by day, twenty times at night."""
+    """`max_examples` of a property for which `count` are a good number: a fifth of it by day, twenty times at night."""
     return max(1, count * settings().max_examples // _COUNTED_FOR)
 
 

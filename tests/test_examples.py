@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -28,6 +29,20 @@ def test_my_model():
     status, out, err = fxpar("check", f"{ROOT}/examples/my_model.py:make", "-s", "dp2,tp2", "--set", "width=96")
     assert status == 0, out + err
     assert "2 of 2 strategies agree" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["clip", "translate", "llava"])
+def test_tasks(name, tmp_path):
+    """Real pictures and captions: what is trained gets better, in steps of all tasks."""
+    where = f"run.folder={tmp_path}"
+    result = run("-m", "fxpar", "train", f"examples/{name}.toml", "--steps", "12", "--set", where)
+    assert result.returncode == 0, result.stderr
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 12
+    assert steps[-1]["loss"] < 0.95 * steps[0]["loss"]
+    assert all(set(step["tasks"]) == set(steps[0]["tasks"]) for step in steps)
+    assert steps[-1]["validation_loss"] is not None
 
 
 @pytest.mark.slow

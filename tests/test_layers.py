@@ -32,7 +32,7 @@ LAYER_TABLE: dict[int, str] = {
     5: "passes",
     6: "lowering compile",
     7: "store switch transport memory",
-    8: "runtime checkpoint viz explain profiling search",
+    8: "runtime checkpoint viz explain profiling search tasks",
     9: "api checking dynamo __init__",
     10: "recipes cli models train __main__",
 }

@@ -158,7 +158,7 @@ def search_placements(graph: AnnotatedGraph) -> tuple[AxisSearch, ...]:
         choices[axis] = _spread(searches[-1])
         others.append((choices[axis], policy.degree))
     _write(graph, choices, token)
-    note_attention(graph, choices)
+    note_attention(graph, choices, sizes)
     note_uncut(graph, choices)
     note_missing_rules(graph)
     if token is not None:

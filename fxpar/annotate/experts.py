@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import fx
 
-from fxpar.errors import ExpertIdsError, ExpertsDivideError, NoExpertsError
+from fxpar.errors import ExpertIdsError, ExpertsDivideError, ExpertWeightsError, NoExpertsError
 from fxpar.flow import token_symbol
 from fxpar.ir.axes import EXPERTS
+from fxpar.ir.dist_config import Shard
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.node_meta import fqn_of, input_kind, tensor_of
 from fxpar.ir.pass_base import tensor_operands
 from fxpar.ir.strategy import Strategy
 from fxpar.ops.copies import mean_copies
 from fxpar.ops.traits import EXPERT_PRODUCTS, EXPERT_PRODUCTS_BACKWARD
-from fxpar.rules.view import is_op
+from fxpar.rules.table import options
+from fxpar.rules.view import Sizes, is_op, make_view, resolve
 
 
 def is_of_experts(node: fx.Node) -> bool:
@@ -88,7 +90,8 @@ def _balanced(slots: int, experts: int, degree: int) -> str:
 
 def check_experts(logical: LogicalGraph, strategy: Strategy) -> None:
     """Raise NoExpertsError for a strategy that cuts experts of a model, or of modules, without any; ExpertsDivideError
-    where they do not divide, ExpertIdsError where an exchange of tokens does not know the tokens.
+    where they do not divide, ExpertIdsError where an exchange of tokens does not know the tokens, ExpertWeightsError
+    where the weights of a rank's experts are not made of its part of the parameter.
     """
     for block in strategy.blocks:
         check_experts(logical, block)
@@ -97,12 +100,15 @@ def check_experts(logical: LogicalGraph, strategy: Strategy) -> None:
     wanted = _rules_of_experts(strategy)
     if not wanted:
         return
-    token = token_symbol(logical)
+    token, found, sizes = token_symbol(logical), set(), Sizes([dim.symbol for dim in logical.dims], 1)
+    inputs = zip(logical.placeholders, logical.inputs, strict=True)
+    params = {node for node, info in inputs if info.kind == "param"}
     for node in logical.gm.graph.nodes:
         if node.target not in EXPERT_PRODUCTS:
             continue
         rule = strategy.rule_of(fqn_of(node))
         degree = experts_degree(strategy, rule)
+        found.add(degree)
         if degree == 1:
             continue
         wanted.discard(rule)
@@ -112,9 +118,35 @@ def check_experts(logical: LogicalGraph, strategy: Strategy) -> None:
             raise ExpertsDivideError(str(strategy), fqn_of(node), experts, degree)
         if len(ids.shape) != 2 or token not in getattr(ids.shape[0], "free_symbols", ()):
             raise ExpertIdsError(str(strategy), fqn_of(node), str(ids))
+        mixed = _mixes_experts(node.args[1], params, sizes, degree)
+        if mixed is not None:
+            raise ExpertWeightsError(str(strategy), fqn_of(node), mixed.name, str(mixed.target))
+    if None in wanted and max(found, default=1) > 1:
+        wanted.discard(None)  # all experts are in modules of rules with ep; between modules, ep is as rows
     if wanted:
         rule = min(wanted, key=lambda rule: -1 if rule is None else rule)
-        raise NoExpertsError(str(strategy), logical.name, None if rule is None else str(strategy.rules[rule]))
+        text = None if rule is None else str(strategy.rules[rule])
+        raise NoExpertsError(str(strategy), logical.name, text, taken=rule is None and bool(found))
+
+
+def _mixes_experts(made: Any, params: Collection[fx.Node], sizes: Sizes, degree: int) -> fx.Node | None:
+    """The last call on the way from parameters to weights of experts, [E, ...], of which no cut by expert is known to
+    give a cut by expert; None if there is none, or if the weights are made of something else too.
+    """
+    calls, todo = [], [resolve(made)]
+    while todo:
+        node, index = todo.pop()
+        if node.op != "placeholder":
+            calls.append((node, index))
+            todo += map(resolve, tensor_operands(node))
+        elif node not in params or not _feeds_experts(node):
+            return None
+    for node, index in calls:
+        view, _ = make_view(node, sizes)
+        cuts = options(view, degree, [((True, index), Shard(0))])
+        if not any({*option.inputs, option.outputs[index]} == {Shard(0)} for option in cuts):
+            return node
+    return None
 
 
 __all__ = ["balanced_routes", "check_experts", "experts_degree", "experts_of", "is_of_experts"]

@@ -17,13 +17,15 @@ from fxpar.ir.node_meta import fqn_of, is_backward, source_of, tensor_of
 from fxpar.ops.traits import BATCHED_PRODUCTS
 from fxpar.rules.option import Option
 from fxpar.rules.table import REPLICATED_ON_PURPOSE, own, rule_of
-from fxpar.rules.view import is_op
+from fxpar.rules.view import Sizes, is_op
 
 Choice = Mapping[fx.Node, Option]  # on one axis
 
 
-def note_attention(graph: AnnotatedGraph, choices: Mapping[str, Choice]) -> None:
-    """Say where heads did not divide and what was done instead; once for all layers, and alike on all stages."""
+def note_attention(graph: AnnotatedGraph, choices: Mapping[str, Choice], sizes: Sizes) -> None:
+    """Say where heads did not divide and what was done instead; once for all layers, and alike on all stages. Heads may
+    be an expression of the tokens whose value does not depend on them, as a reshape with -1 gives it.
+    """
     uncut: dict[fx.Node, tuple[int, int]] = {}
     for axis, choice in choices.items():
         degree = graph.strategy.degree(axis)
@@ -32,7 +34,7 @@ def note_attention(graph: AnnotatedGraph, choices: Mapping[str, Choice]) -> None
             if any(isinstance(p, Shard) for p in option.inputs):
                 continue
             if node.target is own.attention.default:
-                heads, kv_heads = (int(tensor_of(node.args[i]).shape[1]) for i in (0, 1))  # type: ignore[union-attr]
+                heads, kv_heads = (sizes.probe(tensor_of(node.args[i]).shape[1]) for i in (0, 1))  # type: ignore[arg-type]
                 uncut[node] = heads, kv_heads
                 places.add((starred(fqn_of(node)), f"{heads} query and {kv_heads} key-value heads are"))
             elif (count := _heads_of_scores(node)) % degree:

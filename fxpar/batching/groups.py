@@ -15,7 +15,7 @@ from fxpar.errors import (
     UnknownBudgetError,
 )
 from fxpar.ir.strategy import Strategy
-from fxpar.ir.teams import formations, largest_team, ranks_of_replica, team_budgets
+from fxpar.ir.teams import formations, in_step, largest_team, ranks_of_replica, team_budgets
 from fxpar.ir.written import LONGEST, brief
 
 
@@ -61,6 +61,11 @@ class LengthGroup:
         return self.token_budget // largest_team(self.strategy).bins
 
     @property
+    def in_step(self) -> bool:
+        """Whether teams run their micro-batches side by side, all with ZeRO-3."""
+        return in_step(self.strategy)
+
+    @property
     def lockstep(self) -> bool:
         """Whether the replicas run their micro-batches side by side.
 
@@ -68,7 +73,7 @@ class LengthGroup:
         ZeRO-3 weights are gathered too), so each one takes as long as the slowest replica's.
         """
         if self.strategy.teams:
-            return any(team.lockstep for team in self.teams)
+            return self.in_step or any(team.lockstep for team in self.teams)
         return self.strategy.most_zero >= 2 and self.replicas > 1
 
     def __str__(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 
 from fxpar.batching.groups import LengthGroup
 from fxpar.batching.loads import Load, Member, rule_of
@@ -20,12 +21,13 @@ MOVES = 64  # tried at most
 
 @dataclass(frozen=True)
 class TeamRule:
-    """How a team runs: the longest sequence that it takes, its ranks, its cost."""
+    """How a team runs: the longest sequence that it takes, its ranks, its cost; `in_step` with all other teams."""
 
     limit: int
     ranks: int
     packing: PackingRule
     cost: GroupCost
+    in_step: bool = False
 
     def adds(self, length: int) -> int:
         """Ticks that a sequence adds to a replica."""
@@ -41,7 +43,9 @@ class TeamRule:
 def team_rules(group: LengthGroup, cost: TeamsCost, packed: bool) -> tuple[TeamRule, ...]:
     """How the teams of a group run."""
     pairs = zip(group.teams, cost.teams, strict=True)
-    return tuple(TeamRule(team.limit, team.strategy.world, rule_of(team, one, packed), one) for team, one in pairs)
+    return tuple(
+        TeamRule(team.limit, team.strategy.world, rule_of(team, one, packed), one, group.in_step) for team, one in pairs
+    )
 
 
 @dataclass(frozen=True)
@@ -88,17 +92,23 @@ class TeamsLoad:
 
     @cached_property
     def time(self) -> int:
-        """What the slowest team takes. Where ranks that wait leave their core to others: all of the work is done by all
-        cores, and no team is faster than alone on them.
+        """What the slowest team takes; in step the sum of what the slowest does at each position. Where ranks that wait
+        leave their core to others: all of the work is done by all cores, and no team is faster than alone on them.
         """
         shared_by = self.rules[0].packing.shared_by
-        slowest = max(load.slowest for load in self.teams)
+        slowest = self._in_step if self.rules[0].in_step else max(load.slowest for load in self.teams)
         if shared_by == 1:
             return slowest
         work = sum(
             rule.ranks * load.work // rule.packing.replicas for rule, load in zip(self.rules, self.teams, strict=True)
         )
         return max(int(slowest / shared_by), work // self.ranks)
+
+    @property
+    def _in_step(self) -> int:
+        """Ticks of all positions, at each of which the dearest micro-batch of any replica of any team counts."""
+        runs = ([one.cost + load.rule.fixed for one in share] for load in self.teams for share in load.shares)
+        return sum(max(found) for found in zip_longest(*runs, fillvalue=0))
 
     @property
     def ranks(self) -> int:

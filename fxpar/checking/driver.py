@@ -37,7 +37,7 @@ from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.runtime.binding import bind_here
 from fxpar.runtime.channels import Channels, ThreadChannels, ThreadWorld
 from fxpar.runtime.forked import run_forked
-from fxpar.runtime.micro import MicroRun, as_one_sequence, replica_of
+from fxpar.runtime.micro import MicroRun, as_one_sequence
 from fxpar.runtime.padding import pad
 from fxpar.runtime.runner import Backend
 from fxpar.torch_api.threaded import run_threads
@@ -318,11 +318,11 @@ def run_world(
     def run(rank: int, channels: Channels | None) -> dict[str, Any]:
         bound = bind_here(program, ProcessGroups(), compile=compile, channels=channels)
         bound.prepare(local_params(program, params, rank), buffers)
-        own, of_team = bound.program, [plan[i] for i in bound.replicas]
-        mine = of_team[replica_of(own, rank)]
+        own, beside = bound.program, [plan[i] for i in bound.replicas]
+        mine = plan[bound.replica]
         # ZeRO-2 and 3 talk to the other replicas inside the body, so all run the same number of micro-batches: a
         # replica that has none left repeats one at scale 0, which adds exact zeros.
-        idle = max(map(len, of_team)) - len(mine) if own.strategy.most_zero >= 2 else 0
+        idle = max(map(len, beside)) - len(mine) if own.strategy.most_zero >= 2 else 0
         bound.run_all(
             [
                 MicroRun(partial(pad, own, batches[index % len(batches)]), scale, index, turn >= len(mine))
@@ -340,7 +340,7 @@ def local_params(program: TrainGraph, params: Batch, rank: int) -> dict[str, Ten
     """What a rank stores of whole parameters."""
     return {
         info.fqn: stored.dist.take(params[info.fqn], rank)
-        for part in program.placed
+        for part in program.storing
         if rank in part.mesh
         for info, stored in zip(part.inputs, part.stored_inputs, strict=True)
         if info.kind == "param"
@@ -370,7 +370,7 @@ def _compare(
         (float(t.abs().max()) for (kind, _), t in expected.items() if kind == "grad" and t.numel()), default=0.0
     )
     places: dict[str, list[DistConfig]] = defaultdict(list)
-    for part in program.placed:
+    for part in program.storing:
         for info, stored in zip(part.outputs, part.stored_outputs, strict=True):
             if info.kind == "grad":
                 places[info.fqn].append(stored.dist)

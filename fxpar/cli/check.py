@@ -89,7 +89,7 @@ def run_check(request: CheckRequest) -> bool:
     concerns one strategy is a result of that strategy.
     """
     source = request.source
-    strategies = strategies_of(source, request.strategy_texts)
+    strategies = strategies_of(source, request.strategy_texts, request.takes_rounds)
     for strategy in strategies:
         if strategy.world > MOST_RANKS:
             raise CheckedRanksError(str(strategy), strategy.world, MOST_RANKS)

@@ -46,6 +46,7 @@ class CheckRequest:
     Exits with 1 if a strategy disagrees or cannot run.
     """
 
+    takes_rounds: ClassVar[bool] = True  # of `rounds(cp4)` all formations
     source: Annotated[
         GraphSource,
         Offered(
@@ -300,6 +301,7 @@ class VizRequest:
 class MemoryRequest:
     """Predict the memory of a strategy on the fullest rank and in each pipeline stage. Nothing is run or allocated."""
 
+    takes_rounds: ClassVar[bool] = True  # of `rounds(cp4)` all formations
     source: Annotated[
         GraphSource,
         Offered(

@@ -15,13 +15,14 @@ from fxpar.errors import ModelFunctionError, UnknownModelError
 def check_early(request: Any) -> None:
     """Look at the words that a command is about to read anyway: its strategies, lengths, MODEL, files.
 
-    Raises StrategySyntaxError, WorldSizeError, OverrideError, TokensError, UnknownModelError,
+    Raises StrategySyntaxError, WorldSizeError, OverrideError, OneFormationError, TokensError, UnknownModelError,
     ModelFunctionError, OutputError, ClusterError, LengthsError, PlanFileError.
     """
     source = getattr(request, "source", None)
     if not isinstance(source, GraphSource):
         return
-    parse_strategies(request.strategy_texts, source.overrides, source.world)
+    rounds = getattr(request, "takes_rounds", False)
+    parse_strategies(request.strategy_texts, source.overrides, source.world, rounds)
     parse_tokens(source.tokens)
     for path in (getattr(request, name, None) for name in ("json", "output", "trace")):
         check_output(path)

@@ -45,7 +45,7 @@ def graph_document(
         "timings": {**dict.fromkeys(TIMINGS), **graph.timings},
     }
     if isinstance(graph, TeamsGraph):
-        document["teams"] = [_team(team, stage, pipeline_stage, fqn) for team in graph.teams]
+        document["teams"] = [_team(graph, number, stage, pipeline_stage, fqn) for number in range(len(graph.teams))]
         document["nodes"] = sum(team["nodes"] for team in document["teams"])
     elif isinstance(graph, PipelineGraph):
         stages = [s for s in graph.stages if pipeline_stage in (None, s.index)]
@@ -71,10 +71,10 @@ def graph_document(
     return document
 
 
-def _team(team: Program, stage: str, pipeline_stage: int | None, fqn: str | None) -> dict[str, Any]:
+def _team(graph: TeamsGraph, number: int, stage: str, pipeline_stage: int | None, fqn: str | None) -> dict[str, Any]:
     """One team: a document of its own, and where it runs."""
-    ranks = team.mesh.ranks
-    return {"ranks": [ranks[0], ranks[-1]], **graph_document(team, stage, pipeline_stage, fqn)}
+    ranks = graph.mesh_of(number).ranks
+    return {"ranks": [ranks[0], ranks[-1]], **graph_document(graph.teams[number], stage, pipeline_stage, fqn)}
 
 
 def schedule_document(graph: PipelineGraph, timeline: Timeline) -> dict[str, Any]:

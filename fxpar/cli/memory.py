@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +20,7 @@ from fxpar.ir.columns import folded, human_bytes
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.printer import without_folders
 from fxpar.ir.strategy import Strategy
+from fxpar.ir.teams import largest_team, ranks_of_replica
 from fxpar.memory import Conditions, MemoryPrediction, StageMemory, predict_memory, steady_micro_batches
 from fxpar.memory.prediction import prediction_of
 
@@ -36,7 +37,7 @@ _LEAST = 16  # columns for text that goes on below a number
 def run_memory(request: MemoryRequest) -> None:
     """Do it. Raises FxparError."""
     begun = time.process_time()
-    strategies = strategies_of(request.source, request.strategy_texts)
+    strategies, tokens = _asked(request)
     cluster = None if request.cluster is None else ClusterSpec.from_file(request.cluster)
     if cluster is not None:
         cluster.require(max(strategy.world for strategy in strategies))
@@ -45,9 +46,9 @@ def run_memory(request: MemoryRequest) -> None:
     notes: list[str] = []
     found: list[MemoryPrediction] = []
     with working() as status, collected_warnings(notes):
-        for strategy in strategies:
+        for strategy, count in zip(strategies, tokens, strict=True):
             status.update(f"lowering {request.source.model} to {strategy}")
-            prediction, said = _predicted(request, strategy, cluster, rows)
+            prediction, said = _predicted(replace(request, tokens=count), strategy, cluster, rows)
             found.append(prediction)
             notes += said
     device = _device_bytes(request, cluster)
@@ -63,6 +64,19 @@ def run_memory(request: MemoryRequest) -> None:
     show(console, request.source.model, strategies[0].world, found[0], notes, request.tokens)
     if device is not None:
         console.print(f"it {_verdict(found[0], device)}: a device has {human_bytes(device)}", markup=False)
+
+
+def _asked(request: MemoryRequest) -> tuple[list[Strategy], list[int | None]]:
+    """The strategies, and the tokens of a micro-batch of each: formations of rounds have as many per rank as the widest
+    team.
+    """
+    strategies, tokens = list[Strategy](), list[int | None]()
+    for text in request.strategy_texts:
+        found = strategies_of(request.source, [text], request.takes_rounds)
+        ranks = [ranks_of_replica(largest_team(one)) for one in found]
+        tokens += [request.tokens and max(1, request.tokens * mine // ranks[0]) for mine in ranks]
+        strategies += found
+    return strategies, tokens
 
 
 def _predicted(

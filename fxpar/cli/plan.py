@@ -12,19 +12,22 @@ from rich.console import Console
 
 from fxpar.cli.console import human_bytes, human_seconds, print_table, stdout_console, working
 from fxpar.cli.plan_commands import PlanRequest
-from fxpar.cli.plan_galvatron import GalvatronRequest, run_import_galvatron, run_plan_galvatron
+from fxpar.cli.plan_galvatron import GalvatronRequest, imported_plan, run_import_galvatron, run_plan_galvatron
 from fxpar.cli.plan_sizes import show_sizes, sizes_json
 from fxpar.cli.plan_verify import VerifyJob, check_verify, kind_here, show_verified, verified, verified_json
 from fxpar.cli.request import cluster_name, collected_warnings, write_json, write_output
 from fxpar.cli.shallow import Shallow, memory_of, set_json
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError
+from fxpar.ir.fqn import block_of
 from fxpar.search.batch_size import MOST_PER_DEVICE, RatedSize, rated_sizes, sizes, smallest_near
 from fxpar.search.chosen import of_ranks, planned_for, problem_of
-from fxpar.search.driver import Found, Problem
+from fxpar.search.galvatron_plan import as_plan
+from fxpar.search.layouts import list_of
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.plan_file import Plan
 from fxpar.search.pricing import PricedSet
+from fxpar.search.problem import Found, Problem
 from fxpar.search.proposals import WORTH
 from fxpar.search.verify import VerifiedPlan, order_of
 
@@ -35,10 +38,35 @@ def run_plan(request: PlanRequest) -> None:
     """Do it. Raises FxparError."""
     if request.imported is not None:
         run_import_galvatron(request.imported, request.devices, request.json)
+        if request.output is not None:
+            _write_imported(request, request.imported, request.output)
     elif request.cost == "galvatron":
         run_plan_galvatron(_galvatron(request))
     else:
         _run(request)
+
+
+def _write_imported(request: PlanRequest, path: str, output: str) -> None:
+    """A plan of Galvatron's as one of fxpar's, for a model. Raises PlanOptionError for a model with other layers."""
+    plan, source = imported_plan(path, request.devices), request.source
+    with working() as status, collected_warnings([]):
+        status.update(f"capturing {source.model}")
+        model = Shallow(source)
+        params = model.rows(model.depth.samples(1)[0]).params()
+    lists = {list_of(info.fqn) for info in params} - {""}
+    if len(lists) != 1:
+        found = f"lists of modules: {', '.join(sorted(lists)) or 'none'}"
+        raise PlanOptionError("MODEL", source.model, f"its layers are not in one list, which the plan needs ({found})")
+    (layers,) = lists
+    count = model.depth.layers
+    if model.depth.whole:
+        count = len({block_of(info.fqn) for info in params} - {""})
+    if count != len(plan.layers):
+        why = f"it has {count} layers, and {path} is for {len(plan.layers)}"
+        raise PlanOptionError("MODEL", source.model, f"{why}. Give it as many with --set")
+    written = as_plan(plan, layers, request.seq_len or 1, source.model, source.options)
+    write_output(output, written.to_toml([f"from {path}", f"train with it: fxpar train run.toml --plan {output}"]))
+    stdout_console().print(f"the plan is in {output}", markup=False)
 
 
 def _galvatron(request: PlanRequest) -> GalvatronRequest:
@@ -111,7 +139,7 @@ def _problem(
 ) -> Problem:
     """For mini-batches of so many tokens."""
     batches = mini_batches(lengths, tokens, request.samples, request.seed)
-    problem = problem_of(model.rows, model.depth, cluster, batches, int(lengths.max()), memory)
+    problem = problem_of(model.rows, model.depth, cluster, batches, int(lengths.max()), memory, request.rings)
     return replace(
         problem,
         max_strategies=request.max_strategies,
@@ -170,6 +198,7 @@ def document(found: Found, tokens_per_step: int) -> dict[str, Any]:
         "best_static": {"strategy": found.best_static.strategies[0], "predicted_s": found.best_static.predicted_s},
         "speedup": found.speedup,
         "without_rules_s": found.uniform_s,
+        "without_rules_lower_bound_s": found.uniform_bound_s,
         "search_cpu_s": found.search_cpu_s,
         "evaluated": found.evaluated,
         "pruned": found.pruned,
@@ -196,16 +225,23 @@ def _show(console: Console, request: PlanRequest, taken: RatedSize) -> None:
         )
         console.print(f"\nplan {number}: {human_seconds(plan.predicted_s)} per mini-batch{slower}", markup=False)
         _print_groups(console, plan, tokens)
+        if plan.simulated_s < (1 - WORTH) * plan.predicted_s:
+            how = "all stages counted as the slowest: as they differ, its schedule is simulated at"
+            console.print(f"{how} {human_seconds(plan.simulated_s)} per mini-batch", markup=False)
     static = found.best_static
     gain = "; plan 1 is just that" if len(best.strategies) == 1 else f"; plan 1 is {found.speedup:.2f} times as fast"
     console.print(
         f"\nbest single strategy: {static.strategies[0]}, {human_seconds(static.predicted_s)}{gain}", markup=False
     )
-    without = " without rules" if problem.rules else ""
     if problem.rules:
         console.print(_won(found), markup=False)
+        console.print(
+            f"no set without rules takes less than {human_seconds(found.uniform_bound_s)} "
+            f"(gap {found.uniform_gap:.1%})",
+            markup=False,
+        )
     console.print(
-        f"no set{without} takes less than {human_seconds(found.lower_bound_s)} (gap {found.gap:.1%}); "
+        f"no set takes less than {human_seconds(found.lower_bound_s)} (gap {found.gap:.1%}); "
         f"{found.evaluated} strategies priced, {found.pruned} pruned, {len(found.refused)} refused, "
         f"{found.planned_sets} sets planned in {found.search_cpu_s:.1f} CPU s",
         markup=False,

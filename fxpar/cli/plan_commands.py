@@ -46,6 +46,9 @@ class PlanRequest:
         False
     )
     teams: Annotated[bool, typer.Option("--teams", help="Search strategies side by side too.")] = False
+    rings: Annotated[
+        bool, typer.Option("--rings", help="Search rings too, where there are fewer key-value heads than cp needs.")
+    ] = False
     samples: Annotated[int, typer.Option(min=1, max=1000, help="Mini-batches that plans are priced with.")] = 8
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Seed by which mini-batches are drawn from the lengths.")
@@ -81,7 +84,12 @@ class PlanRequest:
     hidden: Annotated[int, typer.Option(min=0, max=2**24, help="Galvatron: its hidden size; 0: as its name says.")] = 0
     imported: Annotated[
         str | None,
-        typer.Option("--import", metavar="FILE", help="Show a plan of Galvatron's as strategies.", show_default=False),
+        typer.Option(
+            "--import",
+            metavar="FILE",
+            help="Show a plan of Galvatron's as strategies; -o writes it.",
+            show_default=False,
+        ),
     ] = None
     output: Annotated[
         str | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write the plan.", show_default=False)
@@ -90,6 +98,7 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         if self.imported is not None:
+            self._check_import()
             return
         if self.memory is not None and not CAPACITY.fullmatch(self.memory):
             raise typer.BadParameter(f"{self.memory!r} is not a size such as 80GB or 500MB", param_hint="--memory")
@@ -117,6 +126,14 @@ class PlanRequest:
         if self.cluster in shipped() and self.source.world is None:
             why = f"{self.cluster} is a kind of node: say on how many ranks"
             raise typer.BadParameter(why, param_hint="--world")
+
+    def _check_import(self) -> None:
+        """What is written is for a model and for sequences of a length; without either it is only shown."""
+        given = {"MODEL": self.source.model or None, "--seq-len": self.seq_len, "--output": self.output}
+        missing = [name for name, value in given.items() if value is None]
+        if 0 < len(missing) < len(given):
+            why = "--import writes a plan for MODEL with --seq-len N and -o FILE; without all of them it shows it"
+            raise typer.BadParameter(f"it is missing: {why}", param_hint=missing[0])
 
     @property
     def strategy_texts(self) -> list[str]:

@@ -17,7 +17,7 @@ from fxpar.cli.request import check_output, write_json
 from fxpar.errors import NothingFitsError, PlanFileError, PlanOptionError
 from fxpar.search.galvatron import GalvatronCost
 from fxpar.search.galvatron_files import read_profiles
-from fxpar.search.galvatron_plan import as_strategy, read_galvatron_plan
+from fxpar.search.galvatron_plan import GalvatronPlan, as_strategy, read_galvatron_plan
 from fxpar.search.layered import LayeredPlan, search
 from fxpar.search.plan_file import is_plan
 
@@ -86,13 +86,18 @@ def run_plan_galvatron(request: GalvatronRequest) -> None:
         _show(request, document, found)
 
 
-def run_import_galvatron(path: str, devices: int | None = None, json: str | None = None) -> None:
-    """Print a plan of Galvatron's as strategies per layer, and as one strategy. Raises FxparError."""
-    check_output(json)
+def imported_plan(path: str, devices: int | None) -> GalvatronPlan:
+    """A plan of Galvatron's. Raises PlanFileError for one of fxpar's, and as `read_galvatron_plan`."""
     if is_plan(path):
         do = f"Train with it: fxpar train CONFIG --plan {path}"
         raise PlanFileError(path, "it is a plan of fxpar's own, and --import reads those of Galvatron", do)
-    plan = read_galvatron_plan(path, devices)
+    return read_galvatron_plan(path, devices)
+
+
+def run_import_galvatron(path: str, devices: int | None = None, json: str | None = None) -> None:
+    """Print a plan of Galvatron's as strategies per layer, and as one strategy. Raises FxparError."""
+    check_output(json)
+    plan = imported_plan(path, devices)
     texts = tuple(str(one) for one in plan.layers)
     runs = _runs(texts, plan.division)
     document = {

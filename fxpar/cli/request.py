@@ -16,6 +16,7 @@ from fxpar.cli.names import SUFFIX
 from fxpar.errors import (
     FxparWarning,
     GraphFileError,
+    OneFormationError,
     OutputError,
     OverrideError,
     StrategySyntaxError,
@@ -23,6 +24,7 @@ from fxpar.errors import (
     UnequalWorldsError,
 )
 from fxpar.ir.strategy import Strategy
+from fxpar.ir.teams import formations, is_rounds
 from fxpar.ir.written import LONGEST
 
 if TYPE_CHECKING:  # a command that finds its graph in the cache waits for none of these
@@ -60,13 +62,24 @@ def parse_overrides(items: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def parse_strategies(texts: Sequence[str], overrides: Sequence[str], world: int | None) -> list[Strategy]:
-    """All strategies, before anything is captured. Raises StrategySyntaxError, WorldSizeError, OverrideError."""
+def parse_strategies(
+    texts: Sequence[str], overrides: Sequence[str], world: int | None, rounds: bool = False
+) -> list[Strategy]:
+    """All strategies, before anything is captured; with `rounds` also all formations of such as `rounds(cp4)`.
+
+    Raises StrategySyntaxError, WorldSizeError, OverrideError, OneFormationError.
+    """
     placements = parse_overrides(overrides)
     names = [text.strip() for text in texts]
     if not all(names):
         raise StrategySyntaxError(",".join(texts), ",", "a strategy in the list is empty")
-    return [Strategy.parse(name, world=world, overrides=placements) for name in names]
+    found = []
+    for name in names:
+        written = list(map(str, formations(name))) if is_rounds(name) else [name]
+        if is_rounds(name) and not rounds:
+            raise OneFormationError(name, written)
+        found += [Strategy.parse(one, world=world, overrides=placements) for one in written]
+    return found
 
 
 def same_ranks(strategies: Sequence[Strategy]) -> int:

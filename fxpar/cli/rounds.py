@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fxpar.cli.console import human_seconds, print_table, stdout_console, working
@@ -24,16 +24,19 @@ def run_rounds(request: RoundsRequest) -> None:
     degrees = request.team_degrees
     if not degrees:
         raise DegreeError(request.min_degree, f"no team of so many ranks is left on {request.devices} devices")
-    costs = cost_of(request.cost).with_memory(request.memory_gib).teams(degrees, request.devices, longest)
+    if max(degrees) > request.devices:
+        raise DegreeError(max(degrees), f"a team has from 1 to {request.devices} ranks")
     found = []
     with working() as status:
+        costs, node = _costs(request, degrees, longest, batches, status.update)
         for number, one in enumerate(batches):
             status.update(f"planning batch {one.number}, {number + 1} of {len(batches)}")
-            found.append(_planned(one, request, costs))
+            found.append(_planned(one, request, costs, node))
     document = {
+        "model": request.source.model or None,
         "cost": request.cost,
         "devices": request.devices,
-        "devices_per_node": request.devices_per_node,
+        "devices_per_node": node,
         "degrees": list(degrees),
         "tokens_per_device": max(cost.tokens // degree for degree, cost in costs.items()),
         "batches": found,
@@ -47,11 +50,30 @@ def run_rounds(request: RoundsRequest) -> None:
         _show(request, document)
 
 
-def _planned(batch: Batch, request: RoundsRequest, costs: Mapping[int, TeamCost]) -> dict[str, Any]:
+def _costs(
+    request: RoundsRequest,
+    degrees: tuple[int, ...],
+    longest: int,
+    batches: Sequence[Batch],
+    said: Callable[[str], object],
+) -> tuple[dict[int, TeamCost], int]:
+    """By degree, and the devices of a node."""
+    if not request.source.model:
+        cost = cost_of(request.cost).with_memory(request.memory_gib)
+        return cost.teams(degrees, request.devices, longest), request.devices_per_node
+    from fxpar.cli.rounds_model import model_teams
+
+    most = max(int(one.lengths.sum()) for one in batches)
+    return model_teams(request, degrees, longest, most, said)
+
+
+def _planned(
+    batch: Batch, request: RoundsRequest, costs: Mapping[int, TeamCost], devices_per_node: int
+) -> dict[str, Any]:
     begun = time.process_time()
-    plan = plan_rounds(batch.lengths, request.devices, costs, devices_per_node=request.devices_per_node)
+    plan = plan_rounds(batch.lengths, request.devices, costs, devices_per_node=devices_per_node)
     spent = time.process_time() - begun
-    alike = homogeneous_ms(batch.lengths, request.devices, costs, devices_per_node=request.devices_per_node)
+    alike = homogeneous_ms(batch.lengths, request.devices, costs, devices_per_node=devices_per_node)
     best, largest = min(alike, key=lambda degree: alike[degree]), max(alike)
     return {
         "batch": batch.number,
@@ -101,7 +123,8 @@ def _show(request: RoundsRequest, document: dict[str, Any]) -> None:
     console, batches = stdout_console(), document["batches"]
     degrees = ", ".join(map(str, document["degrees"]))
     asked = f"up to {document['tokens_per_device']:,} tokens per device, teams of {degrees}"
-    console.print(f"{request.cost} on {request.devices} devices: {asked}", markup=False)
+    named = f"{request.source.model}, {request.cost}" if request.source.model else request.cost
+    console.print(f"{named} on {request.devices} devices: {asked}", markup=False)
     titles = ("batch", "tokens", "rounds", "predicted", "bound", "any cut", "static", "one degree", "CPU s")
     rows = [
         (

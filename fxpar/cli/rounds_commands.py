@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from fxpar.cli.commands import CAPACITY, capacity_bytes
-from fxpar.cli.options import Json, Lengths
+from fxpar.cli.options import GraphSource, Json, Lengths, Offered, complete_strategies
 from fxpar.ir.strategy_text import MOST_RANKS
+from fxpar.rounds.published import PUBLISHED
 
 _RANGE = re.compile(r"(\d{1,9}):(\d{1,9})")
 _DEGREES = re.compile(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*")
@@ -21,18 +22,39 @@ _DEGREES = re.compile(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*")
 class RoundsRequest:
     """Plan batches as rounds of teams: long sequences on many devices, at the same time short ones on few.
 
-    That is FlexSP's problem. Nothing runs and there is no model: a cost says what a team takes. Batch i is the i-th run
-    of --batch lengths.
+    That is FlexSP's problem. Nothing runs: a cost says what a team takes. With MODEL the cost is a cluster, on which
+    the model is priced. Batch i is the i-th run of --batch lengths.
     """
 
+    source: Annotated[GraphSource, Offered("options precision cache", required=False)]
     devices: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Number of devices.")]
     lengths: Lengths = None
     devices_per_node: Annotated[
-        int, typer.Option(min=1, max=MOST_RANKS, help="Devices of a node; a team of no more stands on one.")
+        int,
+        typer.Option(
+            min=1, max=MOST_RANKS, help="Devices of a node; a team of no more stands on one. With MODEL as --cost says."
+        ),
     ] = 8
     cost: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="flexsp-7b, flexsp-13b, flexsp-30b, or a JSON file of constants.")
+        str,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="flexsp-7b, flexsp-13b, flexsp-30b, or a JSON file of constants. With MODEL a cluster, as "
+            "`fxpar profile` writes it, or a kind of node by name, such as h100.",
+        ),
     ] = "flexsp-7b"
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            "--strategy",
+            "-s",
+            metavar="S",
+            help="With MODEL: of the largest team, on all devices; smaller ones lose the outermost axes. Default: "
+            "cpN+zero3, beyond the key-value heads with a ring.",
+            show_default=False,
+            autocompletion=complete_strategies,
+        ),
+    ] = None
     max_length: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, max=2**30, help="Leave out longer sequences.", show_default=False),
@@ -61,6 +83,16 @@ class RoundsRequest:
             raise typer.BadParameter(f"{self.degrees!r} is not a list such as 1,2,4,8", param_hint="--degrees")
         if self.memory is not None and not CAPACITY.fullmatch(self.memory):
             raise typer.BadParameter(f"{self.memory!r} is not a size such as 30GiB or 500MB", param_hint="--memory")
+        if self.source.model and (self.cost in PUBLISHED):
+            why = f"{self.cost} is the cost of a model of its own; with MODEL name a cluster, such as h100 or FILE.json"
+            raise typer.BadParameter(why, param_hint="--cost")
+        if self.strategy is not None and not self.source.model:
+            raise typer.BadParameter("it is of a model; name MODEL", param_hint="--strategy")
+
+    @property
+    def strategy_texts(self) -> list[str]:
+        """None: smaller teams have others."""
+        return []
 
     @property
     def batch_range(self) -> range:
@@ -77,7 +109,11 @@ class RoundsRequest:
         return tuple(degree for degree in powers if degree >= self.min_degree)
 
     @property
-    def memory_gib(self) -> float | None:
+    def memory_bytes(self) -> int | None:
         """What a device holds, as `--memory` says it."""
-        found = capacity_bytes(self.memory)
-        return None if found is None else found / 2**30
+        return capacity_bytes(self.memory)
+
+    @property
+    def memory_gib(self) -> float | None:
+        """The same in GiB."""
+        return None if self.memory_bytes is None else self.memory_bytes / 2**30

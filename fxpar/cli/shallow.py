@@ -57,6 +57,7 @@ def set_json(plan: PricedSet) -> dict[str, Any]:
     return {
         "groups": [vars(group) for group in plan.groups],
         "predicted_s": plan.predicted_s,
+        "simulated_s": plan.simulated_s,
         "memory_bytes": dict(plan.memory_bytes),
         "switch_s": plan.switch_s,
         "reduce_s": plan.reduce_s,

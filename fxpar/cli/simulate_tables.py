@@ -17,11 +17,12 @@ from fxpar.cli.simulate_commands import SimulateRequest
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.group_cost import GroupCost
 from fxpar.ir.strategy import Strategy
-from fxpar.search.driver import Problem, find_plan_of
+from fxpar.search.driver import find_plan_of
 from fxpar.search.known import KnownModel
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.price import candidate
 from fxpar.search.pricing import SetPricer
+from fxpar.search.problem import Problem
 from fxpar.search.published import (
     A800,
     A800_COLLECTIVES,

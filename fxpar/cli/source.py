@@ -28,6 +28,7 @@ from fxpar.ir.columns import human_bytes
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
+from fxpar.ir.teams import lowered_for
 
 if TYPE_CHECKING:  # what loads, captures and lowers is imported when the cache has nothing
     import torch
@@ -40,16 +41,17 @@ if TYPE_CHECKING:  # what loads, captures and lowers is imported when the cache 
 T = TypeVar("T")
 
 
-def strategies_of(source: GraphSource, texts: Sequence[str]) -> list[Strategy]:
-    """Parsed, with the overrides of this source. Raises StrategySyntaxError, WorldSizeError, OverrideError."""
-    return parse_strategies(texts, source.overrides, source.world)
+def strategies_of(source: GraphSource, texts: Sequence[str], rounds: bool = False) -> list[Strategy]:
+    """Parsed, with the overrides of this source. Raises as `parse_strategies` does."""
+    return parse_strategies(texts, source.overrides, source.world, rounds)
 
 
 def check_one_team(command: str, strategies: Iterable[Strategy]) -> None:
     """Raises OneTeamError for strategies side by side."""
     for strategy in strategies:
         if strategy.teams:
-            raise OneTeamError(command, str(strategy), list(map(str, strategy.teams)))
+            names = [str(lowered_for(strategy, number)) for number in range(len(strategy.teams))]
+            raise OneTeamError(command, str(strategy), names)
 
 
 def is_function(source: GraphSource) -> bool:

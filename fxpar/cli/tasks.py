@@ -1,4 +1,4 @@
-"""`fxpar tasks plan`: waves over several tasks, from a file of costs. Nothing here imports torch."""
+"""`fxpar tasks plan`: waves over several tasks, from a file of costs, without torch, or from that of a model."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import time
 from typing import Any
 
 from fxpar.cli.console import human_bytes, human_seconds, print_table, stdout_console, working
-from fxpar.cli.request import check_output, write_json
+from fxpar.cli.request import check_output, write_json, write_output
 from fxpar.cli.tasks_commands import TasksRequest
-from fxpar.waves import WavePlan, plan_waves
+from fxpar.waves import plan_waves
+from fxpar.waves.chains import TasksPlan
 from fxpar.waves.chart import chart
 from fxpar.waves.file import case_of, read_tasks
 
@@ -17,16 +18,38 @@ from fxpar.waves.file import case_of, read_tasks
 def run_tasks(request: TasksRequest) -> None:
     """Plan, and print or write it. Raises FxparError."""
     check_output(request.json)
-    tasks = read_tasks(request.file) if request.case is None else case_of(request.case)
+    check_output(request.output)
     begun = time.process_time()
-    with working("planning"):
-        plan = plan_waves(tasks.graph, tasks.devices(request.devices, request.devices_per_node))
+    found = _of_model(request) if request.is_model else _of_costs(request)
     spent = time.process_time() - begun
-    if write_json(request.json, _document(plan, request, spent)):
-        _show(plan, request, spent)
+    if request.output is not None:
+        from fxpar.viz.waves import waves_html
+
+        write_output(request.output, waves_html(found.plan, request.case or request.file, found.strategies))
+    if write_json(request.json, _document(found, request, spent)) and request.output != "-":
+        _show(found, request, spent)
 
 
-def _document(plan: WavePlan, request: TasksRequest, spent: float) -> dict[str, Any]:
+def _of_costs(request: TasksRequest) -> TasksPlan:
+    assert request.devices is not None
+    tasks = read_tasks(request.file) if request.case is None else case_of(request.case)
+    with working("planning"):
+        return TasksPlan(plan_waves(tasks.graph, tasks.devices(request.devices, request.devices_per_node)))
+
+
+def _of_model(request: TasksRequest) -> TasksPlan:
+    from fxpar.cli.tasks_file import read_model_tasks
+    from fxpar.tasks import plan_tasks
+
+    tasks = read_model_tasks(request.file, request.devices, request.devices_per_node)
+    with working("capturing"):
+        steps = tasks.steps()
+    with working("lowering and planning"):
+        return plan_tasks(steps, tasks.cluster)
+
+
+def _document(found: TasksPlan, request: TasksRequest, spent: float) -> dict[str, Any]:
+    plan = found.plan
     runs = {(run.piece, run.backward): run for run in plan.step.runs}
     waves = {piece: number for number, members in enumerate(plan.waves) for piece in members}
     return {
@@ -47,6 +70,7 @@ def _document(plan: WavePlan, request: TasksRequest, spent: float) -> dict[str, 
                 "metaop": plan.graph.metaops[piece.metaop].name,
                 "layers": [piece.first, piece.last - 1],
                 "devices": list(piece.devices),
+                **_assigned(found, at),
                 "wave": waves[at],
                 "receives_from": list(piece.sources),
                 **{
@@ -59,7 +83,16 @@ def _document(plan: WavePlan, request: TasksRequest, spent: float) -> dict[str, 
     }
 
 
-def _show(plan: WavePlan, request: TasksRequest, spent: float) -> None:
+def _assigned(found: TasksPlan, at: int) -> dict[str, Any]:
+    """What a piece of a model is."""
+    if not found.chains:
+        return {}
+    one = found.assignments[at]
+    return {"task": one.task, "modules": list(one.modules), "strategy": one.strategy}
+
+
+def _show(found: TasksPlan, request: TasksRequest, spent: float) -> None:
+    plan = found.plan
     console, devices = stdout_console(), plan.devices
     runs = {(run.piece, run.backward): run for run in plan.step.runs}
     what = request.case or request.file
@@ -75,12 +108,21 @@ def _show(plan: WavePlan, request: TasksRequest, spent: float) -> None:
                     plan.graph.metaops[piece.metaop].name,
                     f"{piece.first}-{piece.last - 1}",
                     ranges(piece.devices),
+                    *([found.assignments[at].strategy] if found.chains else []),
                     f"{forward.start_ms:.1f} - {forward.end_ms:.1f}",
                     f"{backward.start_ms:.1f} - {backward.end_ms:.1f}",
                 )
             )
-    titles = ("wave", "MetaOp", "layers", "devices", "forward ms", "backward ms")
-    print_table(console, titles, rows, right=(0, 2, 4, 5))
+    titles = (
+        "wave",
+        "MetaOp",
+        "layers",
+        "devices",
+        *(["strategy"] if found.chains else []),
+        "forward ms",
+        "backward ms",
+    )
+    print_table(console, titles, rows, right=(0, 2, len(titles) - 2, len(titles) - 1))
     console.print(chart(plan), markup=False, soft_wrap=True)
     step, bound, sequential = (human_seconds(ms / 1000) for ms in (plan.ms, plan.bound_ms, plan.sequential_ms))
     console.print(f"step {step}, no plan takes less than {bound} (gap {plan.gap:.1%})", markup=False)

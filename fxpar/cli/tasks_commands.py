@@ -18,13 +18,20 @@ ACTIONS = ("plan",)
 class TasksRequest:
     """Plan several tasks that train together: which layers of which encoder run when, and on which devices.
 
-    That is Spindle's problem. ACTION is plan. Nothing runs and there is no model: FILE says what a layer takes on how
-    many devices.
+    That is Spindle's problem. ACTION is plan. Nothing runs: FILE names a model and its tasks (TOML), which are captured
+    and priced, or says what a layer takes on how many devices (JSON).
     """
 
     action: Annotated[str, typer.Argument(metavar="ACTION", help="plan.")]
-    devices: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Number of devices.")]
-    file: Annotated[str, typer.Argument(metavar="[FILE]", help="A JSON file of MetaOps.", show_default=False)] = ""
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=MOST_RANKS, help="Number of devices; a TOML file may say it instead.", show_default=False
+        ),
+    ] = None
+    file: Annotated[
+        str, typer.Argument(metavar="[FILE]", help="A TOML file of a model, or JSON of MetaOps.", show_default=False)
+    ] = ""
     case: Annotated[
         str | None,
         typer.Option(
@@ -35,9 +42,20 @@ class TasksRequest:
     ] = None
     devices_per_node: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Devices of a node.")] = 8
     json: Json = None
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", metavar="FILE", help="A page that draws the plan.", show_default=False),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
             raise typer.BadParameter(f"{self.action!r} is none of {', '.join(ACTIONS)}", param_hint="ACTION")
         if bool(self.file) == (self.case is not None):
             raise typer.BadParameter("name a file or a --case, one of the two", param_hint="FILE")
+        if self.devices is None and not self.is_model:
+            raise typer.BadParameter("say how many devices there are", param_hint="--devices")
+
+    @property
+    def is_model(self) -> bool:
+        """Whether FILE names a model."""
+        return self.file.endswith(".toml")

@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.device import Device
 from fxpar.cost.ops import SizesOf, flops, is_kernel, is_plain, local_metas, touched, touched_bytes
 from fxpar.cost.overlap import Link, exposed_s
 from fxpar.cost.polynomial import Polynomial, fitted, sent_bytes, sizes_of
@@ -107,7 +108,6 @@ class _Walk:
     cluster: ClusterSpec
     _nbytes: dict[TensorMeta, Counts] = field(default_factory=dict)
     _links: dict[tuple[str, str, TensorMeta], tuple[Polynomial, Polynomial]] = field(default_factory=dict)
-    _kernels: dict[tuple[Any, ...], tuple[Polynomial, ...]] = field(default_factory=dict)
     _alike: dict[tuple[Any, ...], tuple[Kind, tuple[Polynomial, ...]]] = field(default_factory=dict)
     _nominal: dict[int, float] = field(default_factory=dict)
 
@@ -134,9 +134,7 @@ class _Walk:
         return iter(costs.values())
 
     def _nominal_s(self, seconds: Polynomial) -> float:
-        """In a micro-batch of NOMINAL_TOKENS. Calls that are alike share their polynomial, which `_links` and `_alike`
-        keep.
-        """
+        """In a micro-batch of NOMINAL_TOKENS. Calls that are alike share their polynomial, which their costs keep."""
         if id(seconds) not in self._nominal:
             self._nominal[id(seconds)] = float(seconds.at(NOMINAL_TOKENS))
         return self._nominal[id(seconds)]
@@ -188,40 +186,10 @@ class _Walk:
         if kind == "attention" and (block := self.cluster.sustained.attention_block_of(_dtype(node))):
             counts = tuple(flops(node, sizes, block) for sizes in self._samples)
         moved = tuple(self._bytes_of(meta) for meta in touched(node))
-        key = kind, counts, moved, SWEEPS.get(node.target, 1), _dtype(node), _bins(node)
-        if key not in self._kernels:
-            self._kernels[key] = self._kernel_costs(*key)
-        return kind, self._kernels[key]
-
-    def _kernel_costs(
-        self, kind: Kind, counts: Counts, moved: tuple[Counts, ...], sweeps: int, dtype: torch.dtype, bins: int
-    ) -> tuple[Polynomial, ...]:
-        """Seconds, bytes and operations. A document lies in one of `bins`, so of T tokens it has not T * T / bins**2
-        pairs on a rank: it has all of them on one, and none on the others.
-        """
-        work = self._fit(counts)
-        work, tensors, device = (
-            replace(work, c2=work.c2 * bins),
-            [self._fit(one) for one in moved],
-            self.cluster.sustained,
-        )
-        rates = [device.bytes_per_s_of(one.at(NOMINAL_TOKENS)) for one in tensors]
-        total = sum(tensors, Polynomial()) * sweeps
-        seconds = Polynomial(device.launch_s)
-        if kind == "host":  # each tensor is on one side of the link
-            crossing = total * Fraction(1, 2)
-            return seconds + crossing * (1 / device.host_bytes_per_s), crossing, work
-        if kind == "memory":
-            again = total * Fraction(sweeps - 1, sweeps) * (1 / device.bytes_per_s_of(0))
-            each = (one * (1 / rate) for one, rate in zip(tensors, rates, strict=True))
-            return sum(each, seconds + again), total, work
-        for one, rate in zip(tensors, rates, strict=True):
-            # What grows with T hides behind the arithmetic, but for the exposed share, and what is larger than a cache.
-            spills = device.cache_mb is not None and rate == device.bytes_per_s
-            share = max(Fraction(device.exposed_traffic), Fraction(spills))
-            seconds += Polynomial(one.c0, one.c1 * share, one.c2 * share) * (1 / rate)
+        device, dtype, first = self.cluster.sustained, _dtype(node), self._samples[0]
         rate = device.attention_flops_per_s(dtype) if kind == "attention" else device.flops_per_s(dtype)
-        return seconds + work * (1 / rate), total, work
+        sweeps, bins = SWEEPS.get(node.target, 1), _bins(node)
+        return kind, _kernel_costs(kind, counts, moved, sweeps, bins, device, rate, first.tokens, first.most)
 
     def _bytes_of(self, meta: TensorMeta) -> Counts:
         if meta not in self._nbytes:
@@ -229,7 +197,42 @@ class _Walk:
         return self._nbytes[meta]
 
     def _fit(self, counts: Sequence[Fraction | int]) -> Polynomial:
-        return fitted(counts, self._samples[0])
+        return fitted(counts, self._samples[0].tokens, self._samples[0].most)
+
+
+@functools.lru_cache(maxsize=4096)  # strategies, and graphs that are priced again, have the same kernels
+def _kernel_costs(
+    kind: Kind,
+    counts: Counts,
+    moved: tuple[Counts, ...],
+    sweeps: int,
+    bins: int,
+    device: Device,
+    rate: Fraction,
+    tokens: int,
+    most: int,
+) -> tuple[Polynomial, ...]:
+    """Seconds, bytes and operations of a kernel whose arithmetic runs at `rate`. A document lies in one of `bins`, so
+    of T tokens it has not T * T / bins**2 pairs on a rank: it has all of them on one, and none on the others.
+    """
+    work = fitted(counts, tokens, most)
+    work, tensors = replace(work, c2=work.c2 * bins), [fitted(one, tokens, most) for one in moved]
+    rates = [device.bytes_per_s_of(one.at(NOMINAL_TOKENS)) for one in tensors]
+    total = sum(tensors, Polynomial()) * sweeps
+    seconds = Polynomial(device.launch_s)
+    if kind == "host":  # each tensor is on one side of the link
+        crossing = total * Fraction(1, 2)
+        return seconds + crossing * (1 / device.host_bytes_per_s), crossing, work
+    if kind == "memory":
+        again = total * Fraction(sweeps - 1, sweeps) * (1 / device.bytes_per_s_of(0))
+        each = (one * (1 / per_s) for one, per_s in zip(tensors, rates, strict=True))
+        return sum(each, seconds + again), total, work
+    for one, per_s in zip(tensors, rates, strict=True):
+        # What grows with T hides behind the arithmetic, but for the exposed share, and what is larger than a cache.
+        spills = device.cache_mb is not None and per_s == device.bytes_per_s
+        share = max(Fraction(device.exposed_traffic), Fraction(spills))
+        seconds += Polynomial(one.c0, one.c1 * share, one.c2 * share) * (1 / per_s)
+    return seconds + work * (1 / rate), total, work
 
 
 def _bins(node: fx.Node) -> int:
@@ -274,4 +277,6 @@ def _handover_s(program: PipelineGraph, handed: Handover, cluster: ClusterSpec) 
     pairs = handed.messages(samples[0].dims)
     between = any(cluster.node_of(one.source) != cluster.node_of(one.target) for one in pairs)
     latency_s = handed.most_messages(samples[0].dims) * cluster.latency_s
-    return fitted(nbytes, samples[0]) * (1 / cluster.bytes_per_s(between)) + Polynomial(latency_s)
+    return fitted(nbytes, samples[0].tokens, samples[0].most) * (1 / cluster.bytes_per_s(between)) + Polynomial(
+        latency_s
+    )

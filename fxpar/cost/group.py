@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 
 from fxpar.cost.calls import NOMINAL_TOKENS, handed_on_s, node_costs
@@ -14,6 +14,8 @@ from fxpar.ir.exec_graph import Program
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.pipeline_graph import PipelineGraph, TeamsGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
+from fxpar.schedule import Action, Costs, schedule, simulate
+from fxpar.schedule.mini_batch import FORWARD
 
 
 def program_cost(program: TrainGraph, cluster: ClusterSpec) -> Cost:
@@ -43,6 +45,19 @@ def of_strategy(positions: Iterable[Polynomial], strategy: Strategy, cluster: Cl
         counted = max(mean, alone, key=lambda one: one.at(NOMINAL_TOKENS))
     numbers = float(counted.c0), float(counted.c1), float(counted.c2)
     return GroupCost(*numbers, strategy.pipeline_size, plan.virtual, plan.schedule, shared_by)
+
+
+def simulated_s(positions: Sequence[Polynomial], kind: str, runs: Sequence[Sequence[int]]) -> float:
+    """Seconds of a pipeline whose positions take as long as they do, where `GroupCost` takes all for the slowest: a
+    schedule of this kind, simulated, for micro-batches of sequences with these lengths. One stage per position.
+    """
+    seconds = [[float(one.over(lengths)) for lengths in runs] for one in positions]
+
+    def part(share: float) -> Callable[[Action], float]:
+        return lambda action: share * seconds[action.stage][action.micro_batch]
+
+    costs = Costs(forward_ms=part(FORWARD), backward_ms=part(1 - FORWARD))
+    return simulate(schedule(kind, len(positions), len(runs)), costs).makespan_ms if runs else 0.0
 
 
 def rank_costs(program: Program, cluster: ClusterSpec) -> dict[Mesh, Polynomial]:

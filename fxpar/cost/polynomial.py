@@ -49,19 +49,18 @@ def sent_bytes(program: Program, sent: Sequence[TensorMeta]) -> Polynomial:
     """Bytes of these local tensors of `program`, with one row of T tokens."""
     samples = sizes_of(program)
     values = [sum(s.numel(meta) * meta.dtype.itemsize for meta in sent) for s in samples]
-    return fitted(values, samples[0])
+    return fitted(values, samples[0].tokens, samples[0].most)
 
 
-def fitted(values: Sequence[Fraction | int], first: Sizes) -> Polynomial:
-    """The polynomial with these values at `first.tokens` = n, 2n, 3n and 4n.
+def fitted(values: Sequence[Fraction | int], n: int, most: int) -> Polynomial:
+    """The polynomial with these values at `n`, 2n, 3n and 4n tokens.
 
     If there is none of degree two, as of T**3, it is that of degree three, where T**3 is replaced by the larger
-    `first.most` * T**2 and terms below 0 are left out. For the polynomial of degree three this is a bound from above up
-    to `first.most` tokens; for shorter sequences a loose one. What grows more slowly than its square says, such as
+    `most` * T**2 and terms below 0 are left out. For the polynomial of degree three this is a bound from above up
+    to `most` tokens; for shorter sequences a loose one. What grows more slowly than its square says, such as
     T * log(T), keeps the square through the first three values, again without terms below 0.
     """
     a, b, c, d = values
-    n = first.tokens
     third = d - 3 * c + 3 * b - a
     through_three = Polynomial(
         Fraction(3 * a - 3 * b + c), Fraction(-5 * a + 8 * b - 3 * c, 2 * n), Fraction(a - 2 * b + c, 2 * n**2)
@@ -69,7 +68,7 @@ def fitted(values: Sequence[Fraction | int], first: Sizes) -> Polynomial:
     if third == 0:
         return through_three
     cubic = max(Fraction(third) / (6 * n**3), Fraction(0))  # times (T - n) * (T - 2n) * (T - 3n)
-    rest = through_three + Polynomial(cubic * -6 * n**3, cubic * 11 * n**2, cubic * (first.most - 6 * n))
+    rest = through_three + Polynomial(cubic * -6 * n**3, cubic * 11 * n**2, cubic * (most - 6 * n))
     return Polynomial(max(rest.c0, Fraction(0)), max(rest.c1, Fraction(0)), max(rest.c2, Fraction(0)))
 
 

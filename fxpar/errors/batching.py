@@ -247,6 +247,17 @@ class BatchIdError(FxparError):
         )
 
 
+class WholeBatchesError(FxparError):
+    """A mini-batch of whole batches is no list of them."""
+
+    def __init__(self, given: object, keys: Iterable[str]) -> None:
+        hint = "; one batch alone is [batch]" if isinstance(given, Mapping) else ""
+        super().__init__(
+            f"the mini-batch is {a_type(given)}. Give a list of batches like the example, each a mapping with "
+            f"{', '.join(keys)}{hint}"
+        )
+
+
 class WholeBatchError(FxparError):
     """A batch of a mini-batch is not like the one that was captured."""
 

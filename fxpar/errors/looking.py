@@ -45,7 +45,18 @@ class OneTeamError(FxparError):
     def __init__(self, command: str, strategy: str, teams: Sequence[str]) -> None:
         super().__init__(
             f"{command} looks at one strategy at a time, and {strategy!r} is {len(teams)} side by side. Name one of "
-            f"them, such as {teams[0]!r}: in a micro-batch nothing goes from team to team"
+            f"them, such as {teams[0]!r}: the graph of a team is just that one's"
+        )
+
+
+class OneFormationError(FxparError):
+    """A command that takes strategies one by one is given all formations of rounds."""
+
+    def __init__(self, text: str, formations: Sequence[str]) -> None:
+        some = ", ".join(formations[:4]) + (", ..." if len(formations) > 4 else "")
+        super().__init__(
+            f"{text!r} stands for {len(formations)} strategies: {some}. `fxpar check` and `fxpar memory` take all of "
+            f"them; name one here, such as {formations[0]!r}"
         )
 
 

@@ -194,7 +194,10 @@ class UnknownRoundCostError(FxparError):
     def __init__(self, name: str, known: Iterable[str]) -> None:
         names = list(known)
         hint = nearest(name, names) or f"; there are {', '.join(names)}."
-        super().__init__(f"there is no cost {one_line(name, 60)!r}{hint} Or name a JSON file of constants")
+        super().__init__(
+            f"there is no cost {one_line(name, 60)!r}{hint} Or name a JSON file of constants, or a model, "
+            "which is priced on a cluster: fxpar rounds MODEL --cost h100"
+        )
 
 
 class TaskGraphError(FxparError):
@@ -202,6 +205,14 @@ class TaskGraphError(FxparError):
 
     def __init__(self, where: str, why: str, do: str) -> None:
         super().__init__(f"{one_line(where, 200)}: {why}. {do}")
+
+
+class TasksFileError(FxparError):
+    """A file of a model and its tasks that says what cannot be; `key` ("" for the whole of it) is where."""
+
+    def __init__(self, path: str, key: str, why: str, do: str) -> None:
+        where = one_line(repr(path) + (f", {key}" if key else ""), 200)
+        super().__init__(f"{where}: {why}. {do}")
 
 
 class FitsNoDevicesError(FxparError):

@@ -101,6 +101,18 @@ class TeamsBufferError(FxparError):
         )
 
 
+class TeamsGatherError(FxparError):
+    """Teams that all have ZeRO-3 gather over the ranks of all of them, and one cannot take part."""
+
+    def __init__(self, strategy: str, team: str, why: str) -> None:
+        super().__init__(
+            f"strategy {strategy!r}: teams that all have zero3 gather parameters over all ranks, layer by layer and "
+            f"together, and {team!r} {why}. Write the largest replicas first, dp before other axes, and the "
+            "same tp, sp, remat and rules for every team; or zero2 for one of them: then each cuts parameters over its "
+            "own ranks."
+        )
+
+
 class UnequalWorldsError(FxparError):
     """Strategies between which weights move do not have equally many ranks."""
 
@@ -132,13 +144,13 @@ class NothingToOffloadError(FxparError):
 
 
 class NothingToCompressError(FxparError):
-    """A strategy, or a rule of one, compresses the rows of experts, and there are no experts."""
+    """A strategy, or a rule of one, compresses the rows of experts or limits them, and there are no experts."""
 
-    def __init__(self, strategy: str, rule: str, model: str) -> None:
+    def __init__(self, strategy: str, rule: str, model: str, flag: str) -> None:
         who = f"rule {rule!r} of strategy {strategy!r}" if rule else f"strategy {strategy!r}"
         where = f"the modules of {model!r} that it is about have" if rule else f"model {model!r} has"
         super().__init__(
-            f"{who}: lsh(...) lets experts see means of similar rows, but {where} none. "
+            f"{who}: {flag}(...) says which rows experts see, but {where} none. "
             "Leave the flag out, or write it for modules around experts."
         )
 
@@ -150,6 +162,17 @@ class ExpertRowsError(FxparError):
         super().__init__(
             f"lsh(...): in {module!r} of model {model!r} %{node} {why}; means can stand in for rows only where each is "
             f"treated by itself. Leave these experts out with a rule, such as [{module or '*'}: +lsh(none)]."
+        )
+
+
+class CapacityError(FxparError):
+    """Rows of experts cannot be left out, for what is made of them."""
+
+    def __init__(self, model: str, node: str, module: str, why: str) -> None:
+        super().__init__(
+            f"capacity(...): in {module!r} of model {model!r} %{node} {why}; a row can be left out only where it is "
+            f"nothing to its token then. Leave these experts out with a rule, such as [{module or '*'}: "
+            "+capacity(none)]."
         )
 
 
@@ -196,15 +219,15 @@ class ChunkedRuleError(FxparError):
 
 
 class NoExpertsError(FxparError):
-    """A strategy cuts experts, and there are none."""
+    """A strategy cuts experts, and there are none, or none that its rules leave it."""
 
-    def __init__(self, strategy: str, model: str, rule: str | None) -> None:
+    def __init__(self, strategy: str, model: str, rule: str | None, taken: bool = False) -> None:
         where = f"rule {rule!r} of strategy {strategy!r}" if rule else f"strategy {strategy!r}"
         what = "its modules have" if rule else f"model {model!r} has"
-        super().__init__(
-            f"{where}: ep cuts experts, and {what} none that were captured as products by expert (fxpar::expert_mm). "
-            "Write rows in place of ep to cut tokens alone."
-        )
+        none = "none that were captured as products by expert (fxpar::expert_mm)"
+        if taken:
+            what, none = f"all experts of model {model!r} are in modules of rules that say", "other roles"
+        super().__init__(f"{where}: ep cuts experts, and {what} {none}. Write rows in place of ep to cut tokens alone.")
 
 
 class ExpertsDivideError(FxparError):
@@ -215,6 +238,20 @@ class ExpertsDivideError(FxparError):
         super().__init__(
             f"strategy {strategy!r}: the {experts} experts of {module!r} do not divide over {degree} ranks. Write "
             f"ep{near}, or another degree that divides {experts}."
+        )
+
+
+class ExpertWeightsError(FxparError):
+    """Weights of experts that are made of a parameter by more than a view of each expert, so that experts of one rank
+    are not a run of the parameter.
+    """
+
+    def __init__(self, strategy: str, module: str, node: str, op: str) -> None:
+        super().__init__(
+            f"strategy {strategy!r}: the weights of the experts of {module!r} are made by %{node} = {op}, of which it "
+            "is not known that each rank can make its own experts' weights of its part of the parameter. Under ep, "
+            "give each product by expert a parameter of its own, [experts, ...], transposed or cast at most; or use "
+            "tp, cp or rows for these modules."
         )
 
 

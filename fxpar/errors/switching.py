@@ -93,8 +93,9 @@ class LossyProgramError(FxparError):
 
     def __init__(self, strategy: str, without: str) -> None:
         super().__init__(
-            f"the program of strategy {strategy!r} lets experts see means of rows, so one device does not say "
-            f"whether it is right. Check the strategy, which runs the same passes as {without!r}, or that program."
+            f"the program of strategy {strategy!r} lets experts see means of rows, or not all of them, so one device "
+            f"does not say whether it is right. Check the strategy, which runs the same passes as {without!r}, or that "
+            "program."
         )
 
 

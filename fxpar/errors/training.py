@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fxpar.errors.base import FxparError, nearest
+from fxpar.errors.base import FxparError, nearest, one_line
 from fxpar.errors.looking import MissingPackageError
 
 
@@ -23,6 +23,16 @@ class ConfigError(FxparError):
         self.problems = tuple(problems)
         lines = self.problems[0] if len(self.problems) == 1 else "".join(f"\n  {line}" for line in self.problems)
         super().__init__(f"config {source!r}: {lines}")
+
+
+class TaskDataError(FxparError):
+    """A function of [task.NAME] that gives no item of a mini-batch."""
+
+    def __init__(self, task: str, place: str, number: int, why: str) -> None:
+        super().__init__(
+            f"task.{task}.data: {place}({number}) {one_line(why, 200)}. Let it return the item of that number: a "
+            "sequence (int64 [T]), or a dict of tensors, the batch that the loss of the task takes"
+        )
 
 
 class MaxLengthError(FxparError):

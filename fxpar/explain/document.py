@@ -39,11 +39,13 @@ def noted(notes: Iterable[str]) -> Document:
 
 
 def decided_by(strategy: Strategy, info: Input) -> Document:
-    """The override that fixes a parameter, or the search."""
+    """The override that fixes a parameter, or the search, where some rank of its module is for cutting weights."""
     for glob, placement in strategy.overrides:
         if any(fnmatch.fnmatchcase(name, glob) for name in (info.fqn, *info.aliases)):
             return {"by": "override", "glob": glob, "placement": placement}
-    return {"by": "search" if "weights" in map(USES.get, strategy.model_axes) else "nothing to decide"}
+    rule = strategy.rule_of(info.fqn.rpartition(".")[0])
+    cut = any(USES[strategy.axis_in(atom, rule)] == "weights" for atom in strategy.atoms)
+    return {"by": "search" if cut else "nothing to decide"}
 
 
 # --------------------------------------------------------------------------------------------------------- one subject

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fxpar.ir.axes import USES
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.fqn import numbers_in, starred, with_numbers
-from fxpar.ir.module_rules import share_flag
+from fxpar.ir.module_rules import SHARES, share_flag
 from fxpar.ir.strategy import Strategy
 
 
@@ -50,7 +50,7 @@ _Does = tuple[tuple[str, ...], int, str]
 def _does(strategy: Strategy, module: str) -> _Does:
     rule, remat = strategy.rule_of(module), strategy.remat_of(module)
     roles = tuple(_role(strategy, atom, rule) for atom in strategy.atoms)
-    shares = {flag: strategy.share_of(flag, strategy.rule_of(module, flag)) for flag in ("offload", "lsh")}
+    shares = {flag: strategy.share_of(flag, strategy.rule_of(module, flag)) for flag in SHARES}
     saves = [str(remat)] * (remat is not None) + [share_flag(flag, share) for flag, share in shares.items() if share]
     return roles, strategy.zero_of(f"{module}."), "+".join(saves)
 

@@ -24,6 +24,7 @@ from fxpar.ir.pipeline_graph import PipelineGraph, TeamsGraph
 from fxpar.ir.serialize import OpOverload
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.strategy_text import MOST_RANKS
+from fxpar.ir.teams import lowered_for
 from fxpar.torch_api.schemas import schema_of
 
 _META = get_type_hints(NodeMeta)
@@ -184,7 +185,8 @@ def _check_program(program: Program) -> None:
     """The parts fit together, and speak of axes of their own mesh."""
     _check_constants(program)
     if isinstance(program, TeamsGraph):
-        if [team.strategy for team in program.teams] != list(map(program.strategy.of_team, range(len(program.teams)))):
+        wanted = [lowered_for(program.strategy, number) for number in range(len(program.strategy.teams))]
+        if [team.strategy for team in program.teams] != wanted:
             raise GraphFormatError(f"strategies side by side are not those of {program.strategy}")
         return
     if isinstance(program, PipelineGraph):

@@ -50,7 +50,7 @@ _ARITHMETIC = (
 _OF_PASSES = (
     *(layout.pack, layout.unpack, layout.take, layout.lower, layout.lift, layout.fuse, layout.unfuse),
     layout.shift,
-    *(copies.copies, copies.own_ids, copies.exchange, copies.sum_copies),
+    *(copies.copies, copies.own_ids, copies.own_rows, copies.within_capacity, copies.exchange, copies.sum_copies),
     *(layout.zero_padding, layout.keep_on_first),
     *(markers.vary, collectives.reshard, *collectives.COLLECTIVES),
 )

@@ -32,6 +32,12 @@ def parse_dtype_name(name: str) -> torch.dtype:
     return found
 
 
+def dtype_of_short(short: str) -> torch.dtype | None:
+    """torch.bfloat16 for `bf16`; None for what `short_dtype` gives to none."""
+    names = [name for name, one in _SHORT.items() if one == short]
+    return parse_dtype_name(names[0]) if names else None
+
+
 def short_dtype(dtype: torch.dtype | None) -> str:
     """`bf16` for torch.bfloat16 and so on; empty for None."""
     if dtype is None:

@@ -29,10 +29,12 @@ from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import CallStructure, Dim, Input, Output, TensorMeta, bins_of, run_dims
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.node_meta import comm_of, fqn_of, fused_count, is_backward
+from fxpar.ir.pass_base import ancestors
 from fxpar.ir.serialize import OpOverload, graph_from_data, graph_to_data, target_name
 from fxpar.ir.strategy import Strategy
+from fxpar.ir.teams import in_step
 
-Source = tuple[Literal["input", "prologue", "body", "forward", "backward", "input_part"], int]
+Source = tuple[Literal["input", "prologue", "body", "forward", "backward", "input_part", "early"], int]
 
 
 @dataclass
@@ -85,6 +87,24 @@ def cut_part(
         copied[node] = copy_node(graph, node, copied.__getitem__)
     graph.output(tuple(copied[r] for r in results))
     return Part(graph, tuple(sources))
+
+
+def restricted(part: Part, results: Sequence[fx.Node]) -> Part:
+    """The part with these of its results alone, and what they are computed from."""
+    needed = ancestors(results)
+    sources = dict(zip(part.graph.find_nodes(op="placeholder"), part.sources, strict=True))
+    graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in part.graph.nodes:
+        if node in needed:
+            copied[node] = copy_node(graph, node, copied.__getitem__)
+    graph.output(tuple(copied[node] for node in results))
+    return Part(graph, tuple(source for node, source in sources.items() if node in needed))
+
+
+def loss_results(program: Program, epilogue: Part) -> list[fx.Node]:
+    """Of the results of an epilogue, which are in the order of the outputs, the loss and metrics."""
+    kinds = [out.kind for out in program.outputs if out.kind in ("loss", "grad", "buffer")]
+    return [node for node, kind in zip(epilogue.results, kinds, strict=True) if kind == "loss"]
 
 
 @dataclass(frozen=True)
@@ -187,10 +207,15 @@ class Program(ABC):
         """The programs of the parts of the model that have a mesh of their own: here one, all of it."""
         return (self,)
 
+    @property
+    def storing(self) -> tuple[Program, ...]:
+        """The parts that say how parameters and gradients lie: of teams in step the first, as it does for all ranks."""
+        return self.placed[:1] if in_step(self.strategy) else self.placed
+
     def params(self) -> list[tuple[Input, Stored]]:
         """The parameters in the order of the model, as (the first part that has each) stores them."""
         found: dict[str, Stored] = {}
-        for program in self.placed:
+        for program in self.storing:
             for info, stored in zip(program.inputs, program.stored_inputs, strict=True):
                 if info.kind == "param":
                     found.setdefault(info.fqn, stored)
@@ -268,6 +293,23 @@ class ExecGraph(Program):
     @property
     def parts(self) -> dict[str, Part]:
         return {"prologue": self.prologue, "body": self.body, "epilogue": self.epilogue}
+
+    @functools.cached_property
+    def loss(self) -> Part:
+        """What the epilogue does for the loss and metrics, in the order of the outputs."""
+        return self._for_loss[1]
+
+    @functools.cached_property
+    def loss_body(self) -> Part:
+        """What the body does for these: no backward. Its results are what `loss` reads of it."""
+        return self._for_loss[0]
+
+    @functools.cached_property
+    def _for_loss(self) -> tuple[Part, Part]:
+        late = restricted(self.epilogue, loss_results(self, self.epilogue))
+        read = list(dict.fromkeys(i for source, i in late.sources if source == "body"))
+        late.sources = tuple((source, read.index(i) if source == "body" else i) for source, i in late.sources)
+        return restricted(self.body, [self.body.results[i] for i in read]), late
 
 
 @dataclass(kw_only=True)

@@ -6,9 +6,9 @@ They stand in brackets behind the strategy, `glob: roles` each, with ';' between
 
 A glob runs over FQNs of modules: `*` is any text, dots too, `?` one character, `{0-7}` a number, `{a,b}` one of these.
 What it matches is meant with all modules inside. Roles are axes of the same ranks that the replica has, outermost
-first (here: 4), with `+sp` or without; `+zero...`, `+remat...`, `+offload...`, `+lsh...` and `+chunks...` are of the
-rule alone. What a rule does not say is as around it: where several match, each property comes from the innermost module
-that a rule says it of.
+first (here: 4), with `+sp` or without; `+zero...`, `+remat...`, `+offload...`, `+lsh...`, `+capacity...` and
+`+chunks...` are of the rule alone. What a rule does not say is as around it: where several match, each property comes
+from the innermost module that a rule says it of.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from fxpar.ir.mesh import sub_axis
 from fxpar.ir.remat import Remat
 
 Axes = tuple[tuple[str, int], ...]
-PROPERTIES = ("roles", "zero", "remat", "offload", "lsh", "chunks")
+SHARES = ("offload", "lsh", "capacity")
+"""Flags whose value is a number in parentheses."""
+PROPERTIES = ("roles", "zero", "remat", "chunks", *SHARES)
 """What rules say of modules, each property by itself."""
 
 _WORD = re.compile(r"[\w.*?{},-]+", re.ASCII)
@@ -39,9 +41,9 @@ _MOST_STARS = 6  # each multiplies the ways in which a glob may match
 @dataclass(frozen=True)
 class ModuleRule:
     """What modules that `glob` matches do: `axes` are those inside of a replica, () as around them, `sp` goes with
-    them. `zero`, `remat`, `chunks`, `offload` and `lsh` of None are as around them; `Remat("none")` recomputes nothing,
-    a loss of one chunk is whole, an `offload` of 0 keeps all that is saved on the device, and with an `lsh` of 0
-    experts see all rows.
+    them. Properties of None are as around them; `Remat("none")` recomputes nothing, a loss of one chunk is whole, an
+    `offload` of 0 keeps all that is saved on the device, with an `lsh` of 0 experts see all rows, and with a `capacity`
+    of 0 any number of them.
     """
 
     glob: str
@@ -52,12 +54,13 @@ class ModuleRule:
     chunks: int | None = None
     offload: float | None = None
     lsh: float | None = None
+    capacity: float | None = None
 
     def __str__(self) -> str:
         axes = ".".join(f"{name}{degree}" for name, degree in self.axes)
         flags = ["sp"] * self.sp + ([f"zero{self.zero}"] if self.zero is not None else [])
         flags += [str(self.remat)] * (self.remat is not None)
-        shares = {"offload": self.offload, "lsh": self.lsh}
+        shares = {flag: getattr(self, flag) for flag in SHARES}
         flags += [share_flag(flag, share) for flag, share in shares.items() if share is not None]
         flags += [f"chunks({self.chunks})"] * (self.chunks is not None)
         return f"{self.glob}: {'+'.join([axes, *flags])}"
@@ -70,12 +73,12 @@ class ModuleRule:
     def says(self) -> tuple[str, ...]:
         """What it says something about, of PROPERTIES."""
         said = {"roles": bool(self.axes), "zero": self.zero is not None, "remat": self.remat is not None}
-        said |= {flag: getattr(self, flag) is not None for flag in ("offload", "lsh", "chunks")}
+        said |= {flag: getattr(self, flag) is not None for flag in (*SHARES, "chunks")}
         return tuple(name for name, is_said in said.items() if is_said)
 
 
 def share_flag(flag: str, share: float) -> str:
-    """`offload`, `offload(0.5)`, `offload(none)`: of all, that share, nothing. Of `lsh` a share is always written."""
+    """`offload`, `offload(0.5)`, `offload(none)`: of all, that share, nothing. Others always have a number."""
     written = f"{share:.9f}".rstrip("0").rstrip(".") if share else "none"
     return flag if share == 1 and flag == "offload" else f"{flag}({written})"
 

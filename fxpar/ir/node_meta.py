@@ -37,6 +37,8 @@ NodeMeta = TypedDict(
         "chunk": int,  # the loss runs in chunks of tokens: of which this is a part, or the result of all
         "again": bool,  # computed a second time, in the backward, or fetched there from the host
         "host": bool,  # the value lies in memory of the host
+        # On counts of rows by expert: the axis over which experts are apart, "" for none; how many ranks have each row.
+        "experts": tuple[str, int],
         "pass": str,  # name of the pass that made the node; nodes of the capture have none
         # Of the placement search: nodes that decide together.
         "class": tuple[Any, ...],
@@ -118,6 +120,18 @@ def source_of(node: fx.Node) -> str | None:
 
 def is_backward(node: fx.Node) -> bool:
     return bool(node.meta.get("backward"))
+
+
+def is_again(node: fx.Node) -> bool:
+    """Whether the value is computed a second time, in the backward."""
+    return bool(node.meta.get("again"))
+
+
+def counted_by(node: fx.Node) -> tuple[str, int]:
+    """Of counts of rows by expert: the axis over which experts are apart ("" for none), and how many ranks have each
+    row: they share its work. Of any other node ("", 0).
+    """
+    return node.meta.get("experts", ("", 0))
 
 
 def is_on_host(node: fx.Node) -> bool:

@@ -13,13 +13,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxpar.ir.axes import STAGES
-from fxpar.ir.exec_graph import ExecGraph, Part, Program, Stored
+from fxpar.ir.exec_graph import ExecGraph, Part, Program, Stored, cut_part, loss_results, restricted
 from fxpar.ir.graph import run_dims
 from fxpar.ir.handover import Handover
 from fxpar.ir.mesh import Mesh
+from fxpar.ir.teams import in_step
+
+_SIZE = torch.ops.aten.sym_size.int
 
 
 @dataclass(kw_only=True)
@@ -44,19 +48,46 @@ class StageProgram(Program):
     @functools.cached_property
     def loss(self) -> Part:
         """What the epilogue does for the loss and metrics, on the stage that gives them; in the order of `given`."""
-        graph, copied = fx.Graph(), {}
-        graph.graph_copy(self.epilogue.graph, copied)
-        kinds = [out.kind for out in self.outputs if out.kind in ("loss", "grad", "buffer")]
-        ends = [node for node, kind in zip(self.epilogue.results, kinds, strict=True) if kind == "loss"]
-        graph.output(tuple(copied[node] for node in ends))
-        graph.eliminate_dead_code()
-        sources = []
-        for node, source in zip(graph.find_nodes(op="placeholder"), self.epilogue.sources, strict=True):
-            if node.users:
-                sources.append(source)
-            else:
-                graph.erase_node(node)
-        return Part(graph, tuple(sources))
+        return restricted(self.epilogue, loss_results(self, self.epilogue))
+
+    @functools.cached_property
+    def early(self) -> Part | None:
+        """What of the forward reads parameters, and of what is received only sizes: a tower of its own that runs while
+        the stage before does. Its results are what `late` reads of it. None if there is no such work.
+        """
+        return None if self._halves is None else self._halves[0]
+
+    @functools.cached_property
+    def late(self) -> Part | None:
+        """The forward without what `early` has done; its results are those of `forward`."""
+        return None if self._halves is None else self._halves[1]
+
+    @functools.cached_property
+    def _halves(self) -> tuple[Part, Part] | None:
+        sources = dict(zip(self.forward.graph.find_nodes(op="placeholder"), self.forward.sources, strict=True))
+        kinds = {node: part if part == "prologue" else self.inputs[i].kind for node, (part, i) in sources.items()}
+        calls = [node for node in self.forward.graph.nodes if node.op == "call_function"]
+
+        def made_of(*wanted: str) -> set[fx.Node]:
+            found = {node for node, kind in kinds.items() if kind in wanted}
+            for node in calls:
+                # The size of what is received is known before it is there.
+                if node.target is not _SIZE and any(operand in found for operand in node.all_input_nodes):
+                    found.add(node)
+            return found
+
+        came = made_of("received")
+        work = made_of("batch") & made_of("param", "prologue") - came
+        if not work or not came & set(calls):
+            return None
+        first = [node for node in calls if node not in came]
+        rest, results = [node for node in calls if node in came], self.forward.results
+        read = {operand for node in rest for operand in node.all_input_nodes} | set(results)
+        handed = [node for node in first if node in read]
+        place = {node: i for node, (part, i) in sources.items() if part == "input"}
+        slots = {"prologue": {node: i for node, (part, i) in sources.items() if part == "prologue"}}
+        slots["early"] = {node: i for i, node in enumerate(handed)}
+        return cut_part(first, handed, place, slots), cut_part(rest, results, place, slots)
 
     def taken(self, kind: str) -> dict[str, Stored]:
         """How the inputs of a kind lie, by FQN, in order."""
@@ -131,7 +162,7 @@ def side_by_side(program: Program, names: Callable[[Any], Sequence[str]], last_f
     made it).
     """
     of_mesh: dict[Mesh, list[str]] = defaultdict(list)
-    for stage in reversed(program.placed) if last_first else program.placed:
+    for stage in reversed(program.storing) if last_first else program.storing:
         of_mesh[stage.mesh] += names(stage)
     sizes = {info.fqn: info.meta.numel({}) for info in program.inputs if info.kind == "param"}
     at: dict[str, float] = {}
@@ -154,7 +185,7 @@ def position_of(program: Program, rank: int) -> int:
 class TeamsGraph(Program):
     """Strategies side by side: one program of the whole model per team, on ranks of its own. Each runs micro-batches of
     its own, and gives a term of every gradient. `inputs` and `outputs` are those of the model; how they lie, each team
-    says.
+    says. In step (`fxpar.ir.teams.in_step`) the mesh of a program is all ranks, and its team's ranks alone run it.
     """
 
     teams: tuple[Program, ...]
@@ -177,7 +208,11 @@ class TeamsGraph(Program):
 
     def team_of(self, rank: int) -> int:
         """The number of the team that a rank is in."""
-        return next(i for i, team in enumerate(self.teams) if rank in team.mesh)
+        return next(i for i in range(len(self.teams)) if rank in self.mesh_of(i))
+
+    def mesh_of(self, team: int) -> Mesh:
+        """The ranks of a team."""
+        return self.strategy.of_team(team).mesh
 
     def places_of(self, team: int) -> range:
         """The parts of a team among `placed`."""
@@ -186,8 +221,13 @@ class TeamsGraph(Program):
 
     def replicas_of(self, team: int) -> range:
         """The data-parallel replicas of a team, as those of all teams are counted."""
-        before = sum(one.strategy.replicas for one in self.teams[:team])
-        return range(before, before + self.teams[team].strategy.replicas)
+        teams = self.strategy.teams
+        before = sum(one.replicas for one in teams[:team])
+        return range(before, before + teams[team].replicas)
+
+    def beside(self, team: int) -> range:
+        """The replicas that may wait for those of a team within a micro-batch."""
+        return range(self.strategy.replicas) if in_step(self.strategy) else self.replicas_of(team)
 
 
 TrainGraph = ExecGraph | PipelineGraph | TeamsGraph

@@ -63,7 +63,7 @@ def format_graph(
         texts = ["\n".join([*header(graph), *head]) + "\n"]
         for number, team in enumerate(graph.teams):
             text = format_graph(team, fold=fold, nodes=nodes, stage=stage, fqn=fqn)
-            texts.append(f"team {number} on {ranks_text(team.mesh.ranks)}:\n{text}")
+            texts.append(f"team {number} on {ranks_text(graph.mesh_of(number).ranks)}:\n{text}")
         return "\n".join(texts)
     sections = [[*header(graph), *head]]
     shown: list[AnyGraph] = [graph]

@@ -9,7 +9,8 @@ packed so that no document is cut), tp (tensor), ep (as rows, with experts cut: 
 (Megatron sequence parallel on the tp axis), zero1 | zero2 | zero3 (optimizer state | + gradients | + parameters sharded
 over dp, cp, ring, rows and ep), remat or remat(...) (recomputation, see `Remat`), offload or offload(0.5) (all, or that
 share, of what the forward saves for the backward goes to the host), chunks(16) (the loss over the vocabulary, in as
-many chunks of tokens), lsh(0.2) (experts see means of similar rows, that share of as many: the result is another). With
+many chunks of tokens), lsh(0.2) (experts see means of similar rows, that share of as many: the result is another),
+capacity(1.25) (an expert gets that many times the mean of rows at most, without the others: another result too). With
 pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see `Pipeline`), cut(layers.3|layers.6) (where stages
 begin). role(tp=name) (what an axis is used for, where another package says so, see `fxpar.annotate.roles`). Rules in
 brackets at the end say what some modules do otherwise (see `fxpar.ir.module_rules`):
@@ -39,7 +40,7 @@ from typing import Any
 from fxpar.errors import StrategySyntaxError, WorldSizeError
 from fxpar.ir.axes import BINS, EXPERTS, RANKS, REPLICAS, RING, ROLE_AXES, STAGES, USES, data_axes
 from fxpar.ir.mesh import Mesh
-from fxpar.ir.module_rules import ModuleRule, atoms, governing, joined, share_flag
+from fxpar.ir.module_rules import SHARES, ModuleRule, atoms, governing, joined, share_flag
 from fxpar.ir.remat import Remat
 from fxpar.ir.strategy_text import (
     MOST_RANKS,
@@ -66,7 +67,7 @@ class Strategy:
     search would choose. `roles` are axes with the names of their roles, where another package says what an axis
     is used for. `rules` are what some modules do otherwise. The loss over the vocabulary runs in `chunks` of tokens. Of
     the bytes that the forward saves for the backward the share `offload` is moved to the host. Experts see the share
-    `lsh` of as many rows, 0: the rows themselves.
+    `lsh` of as many rows, 0: the rows themselves; each sees `capacity` times the mean of rows at most, 0: any number.
     `by_stage` are the strategies of pipeline stages that are written one by one, each on the ranks behind those of the
     one before: they then say all of this but `pipeline` and `overrides`, and `axes` is no more than their number.
     `teams` are strategies side by side, which say all but `overrides`.
@@ -86,6 +87,7 @@ class Strategy:
     teams: tuple[Strategy, ...] = ()
     offload: float = 0.0
     lsh: float = 0.0
+    capacity: float = 0.0
 
     @classmethod
     def parse(cls, text: str, *, world: int | None = None, overrides: Mapping[str, str] | None = None) -> Strategy:
@@ -236,13 +238,8 @@ class Strategy:
         return None if found is None or found.mode == "none" else found
 
     def share_of(self, flag: str, rule: int | None) -> float:
-        """The share of `offload` or `lsh` where this rule says it (None: the strategy); 0 for none."""
+        """What this rule (None: the strategy) says of `offload`, `lsh` or `capacity`; 0 for nothing."""
         return getattr(self if rule is None else self.rules[rule], flag) or 0.0
-
-    @property
-    def most_offload(self) -> float:
-        """The highest share that the strategy, a rule or a block says; 0 where nothing is moved to the host."""
-        return self.most("offload")
 
     def chunks_of(self, fqn: str) -> int:
         """In how many chunks of tokens the loss runs that begins with a product of this module."""
@@ -313,9 +310,9 @@ class Strategy:
     def placing(self) -> Strategy:
         """The same without what saves memory alone: two strategies that are equal so place every value alike."""
         placing = (rule for rule in self.rules if rule.axes)
-        rules = tuple(replace(rule, zero=None, remat=None, offload=None, lsh=None, chunks=None) for rule in placing)
+        rules = tuple(ModuleRule(rule.glob, rule.axes, rule.sp) for rule in placing)
         by_stage, teams = (tuple(block.placing() for block in blocks) for blocks in (self.by_stage, self.teams))
-        without = replace(self, zero=0, remat=None, offload=0.0, lsh=0.0, chunks=1)
+        without = replace(self, zero=0, remat=None, offload=0.0, lsh=0.0, capacity=0.0, chunks=1)
         return replace(without, rules=rules, by_stage=by_stage, teams=teams)
 
     def __str__(self) -> str:
@@ -328,6 +325,7 @@ class Strategy:
         flags += [str(self.remat)] * (self.remat is not None)
         flags += [share_flag("offload", self.offload)] * (self.offload > 0)
         flags += [f"chunks({self.chunks})"] * (self.chunks > 1) + [share_flag("lsh", self.lsh)] * (self.lsh > 0)
+        flags += [share_flag("capacity", self.capacity)] * (self.capacity > 0)
         flags += self.pipeline.flags()
         flags += ["role({})".format("|".join(f"{axis}={name}" for axis, name in self.roles))] if self.roles else []
         rules = f"[{'; '.join(map(str, self.rules))}]" if self.rules else ""
@@ -371,7 +369,7 @@ def _parse_part(text: str, part: str) -> Strategy:
     outside, inside = split_rules(part)
     axis_text, *flags = outside.split("+")
     axes, found = parse_axes(text, axis_text), parse_flags(text, flags)
-    found |= {"chunks": found["chunks"] or 1, "offload": found["offload"] or 0.0, "lsh": found["lsh"] or 0.0}
+    found |= {flag: found[flag] or 0.0 for flag in SHARES} | {"chunks": found["chunks"] or 1}
     strategy = Strategy(axes, **found, rules=() if inside is None else parse_rules(text, inside))
     if strategy.rules:
         strategy.atoms  # noqa: B018  raises where degrees do not fit

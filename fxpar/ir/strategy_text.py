@@ -10,20 +10,21 @@ from typing import Any
 from fxpar.errors import OverrideError, StrategySyntaxError, nearest
 from fxpar.ir.axes import AXES, ROLE_AXES
 from fxpar.ir.dist_config import Placement, R, Shard
-from fxpar.ir.module_rules import Axes, ModuleRule, check_glob, split_outside
+from fxpar.ir.module_rules import SHARES, Axes, ModuleRule, check_glob, split_outside
 from fxpar.ir.remat import REMAT, Remat, parse_remat
 
 MOST_RANKS = 2**20  # more are a slip of the finger
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
-FLAGS = ("sp", "zero1", "zero2", "zero3", "remat", "offload", "lsh", "chunks", *SCHEDULES, "cut", "role")
+FLAGS = ("sp", "zero1", "zero2", "zero3", "remat", *SHARES, "chunks", *SCHEDULES, "cut", "role")
 MOST_CHUNKS = 64  # each is a copy of the loss in the graph
-RULE_FLAGS = ("sp", "zero0", "zero1", "zero2", "zero3", "remat", "offload", "lsh", "chunks")
+RULE_FLAGS = ("sp", "zero0", "zero1", "zero2", "zero3", "remat", *SHARES, "chunks")
 _AXIS = re.compile(r"([a-z]+)([0-9]{1,9})")
 _SCHEDULE = re.compile(r"(gpipe|1f1b|zb_h1|interleaved_1f1b)(?:\((\d+)\))?")
 _CHUNKS = re.compile(r"chunks(?:\((.*)\))?", re.DOTALL)
-_SHARED = re.compile(r"(offload|lsh)(?:\((.*)\))?", re.DOTALL)
+_SHARED = re.compile(rf"({'|'.join(SHARES)})(?:\((.*)\))?", re.DOTALL)
 _SHARES = {"offload": ("is saved", "offload(0.5)"), "lsh": ("experts are given", "lsh(0.2)")}
 _SHARE = re.compile(r"1|1\.0{1,9}|0?\.[0-9]{1,9}", re.ASCII)
+_TIMES = re.compile(r"[0-9]{1,4}(?:\.[0-9]{1,9})?", re.ASCII)
 _CUT = re.compile(r"cut\((.*)\)", re.DOTALL)
 _ROLES = re.compile(r"role\((.*)\)", re.DOTALL)
 _OVERRIDE = re.compile(r"\s*(R|S\((\d+)\))\s*(?:@\s*tp)?\s*")
@@ -109,7 +110,7 @@ def _parse_rule(text: str, part: str, glob: str, axes: Axes, flags: list[str]) -
         raise StrategySyntaxError(
             text, part, "a rule recomputes all of its modules: remat, remat(selective), or remat(none)"
         )
-    shares = found["chunks"], found["offload"], found["lsh"]
+    shares = found["chunks"], *(found[flag] for flag in SHARES)
     return ModuleRule(glob, axes, found["sp"], zero[0] if zero else None, remat, *shares)
 
 
@@ -138,7 +139,7 @@ def parse_flags(text: str, flags: list[str], known: Sequence[str] = FLAGS) -> di
     zero, sp = 0, False
     remats: list[Remat | None] = []
     chunks: list[int] = []
-    shares: dict[str, list[float]] = {"offload": [], "lsh": []}
+    shares: dict[str, list[float]] = {flag: [] for flag in SHARES}
     schedules: list[Pipeline] = []
     cuts: list[tuple[str, ...]] = []
     roles: list[tuple[tuple[str, str], ...]] = []
@@ -196,9 +197,16 @@ def _parse_chunks(text: str, flag: str, inside: str | None) -> int:
 
 
 def _parse_share(text: str, flag: str, name: str, inside: str | None) -> float:
-    """The share of `offload`, `offload(0.5)`, or of `offload(none)`: 0. Of `lsh` it has to be written."""
+    """The share of `offload`, `offload(0.5)`, or of `offload(none)`: 0. Of others a number has to be written."""
     if inside == "none" or (inside is None and name == "offload"):
         return float(inside is None)
+    if name == "capacity":
+        capacity = float(inside) if inside and _TIMES.fullmatch(inside) else 0.0
+        if capacity < 1:
+            what = "there is no capacity" if inside is None else f"{inside!r} is no capacity"
+            why = f"{what}; write a number of 1 or more, such as capacity(1.25): below 1 even routes lose tokens"
+            raise StrategySyntaxError(text, flag, why)
+        return capacity
     share = float(inside) if inside and _SHARE.fullmatch(inside) else 0.0
     if not 0 < share <= 1:
         what, example = _SHARES[name]

@@ -5,10 +5,10 @@ the formations of rounds, all teams that the ranks of a strategy can be cut into
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from fxpar.errors import StrategySyntaxError
+from fxpar.errors import StrategySyntaxError, TeamsGatherError
 from fxpar.ir.axes import BINS, REPLICAS, ROLE_AXES, USES
 from fxpar.ir.strategy import SINGLE, Strategy
 
@@ -36,6 +36,34 @@ def team_budget(strategy: Strategy, team: Strategy, tokens: int) -> int:
     return max(team.bins, tokens * ranks_of_replica(team) // ranks_of_replica(largest_team(strategy)))
 
 
+def in_step(strategy: Strategy) -> bool:
+    """Whether strategies side by side cut parameters over the ranks of all teams, and so gather them together: where
+    all of them have ZeRO-3, and none has stages.
+    """
+    return bool(strategy.teams) and all(team.zero == 3 and team.stages == 1 for team in strategy.teams)
+
+
+def lowered_for(strategy: Strategy, number: int) -> Strategy:
+    """What a team's program is lowered for: what the team runs under; in step the same with replicas on all ranks, of
+    which the team's ranks run theirs. So parameters are cut over all ranks, and a collective of replicas is of them.
+
+    Raises TeamsGatherError if replicas of the team, wherever it stands, do not cover the ranks of all teams.
+    """
+    own = strategy.of_team(number)
+    if not in_step(strategy):
+        return own
+    ranks = own.world // own.replicas
+    inside = tuple(axis for axis in own.axes if axis[0] != REPLICAS)
+    if strategy.world % ranks or (own.offset - strategy.offset) % ranks:
+        why = f"begins at rank {own.offset} of {strategy.world}, which are no multiples of the {ranks} of its replicas"
+        raise TeamsGatherError(str(strategy), str(own), why)
+    if own.replicas > 1 and own.axes[0][0] != REPLICAS:
+        raise TeamsGatherError(str(strategy), str(own), f"does not begin with {REPLICAS}")
+    count = strategy.world // ranks
+    axes = ((REPLICAS, count), *inside) if count > 1 else inside
+    return replace(own, axes=axes or SINGLE.axes, offset=strategy.offset)
+
+
 def formations(choice: Strategy | str) -> tuple[Strategy, ...]:
     """The strategies that a group may run under: the one that `choice` is, or all of `rounds(cp8)`, `rounds(cp8, 2)`.
 
@@ -56,7 +84,33 @@ def formations(choice: Strategy | str) -> tuple[Strategy, ...]:
     return tuple(_formation(widest, teams) for teams in _partitions(widest.world, widest.world, least))
 
 
+def is_rounds(text: str) -> bool:
+    """Whether a text stands for several strategies, see `formations`."""
+    return text.lstrip().startswith("rounds(")
+
+
+def replicas_of_ranks(widest: Strategy, sizes: Iterable[int]) -> dict[int, Strategy]:
+    """By size: as many replicas of so many ranks as all ranks of `widest` are, each that strategy on fewer ranks, as in
+    `formations`. Raises StrategySyntaxError, as that does.
+    """
+    found = {}
+    for size in sizes:
+        _check_axes(str(widest), widest, size)
+        found[size] = _team(widest, size, widest.world // size)
+    return found
+
+
 def _check_rounds(text: str, widest: Strategy, least: int) -> None:
+    _check_axes(text, widest, least)
+    if widest.world > MOST_PARTS * least:
+        why = (
+            f"teams of {least} of {widest.world} ranks are more than {MOST_PARTS} parts, and every formation is "
+            f"prepared; write rounds({widest}, {widest.world // MOST_PARTS})"
+        )
+        raise StrategySyntaxError(text, text, why)
+
+
+def _check_axes(text: str, widest: Strategy, least: int) -> None:
     names = {name for name, _ in widest.axes}
     if widest.blocks or widest.rules or not names <= set(ROLE_AXES) - {BINS}:
         known = ", ".join(name for name in ROLE_AXES if name != BINS)
@@ -65,12 +119,6 @@ def _check_rounds(text: str, widest: Strategy, least: int) -> None:
     degrees = (*(degree for _, degree in widest.axes), least)
     if any(degree < 1 or degree & (degree - 1) for degree in degrees) or least > widest.world:
         why = f"its degrees, and the {least} ranks that a team has at least, must be powers of two up to {widest.world}"
-        raise StrategySyntaxError(text, text, why)
-    if widest.world > MOST_PARTS * least:
-        why = (
-            f"teams of {least} of {widest.world} ranks are more than {MOST_PARTS} parts, and every formation is "
-            f"prepared; write rounds({widest}, {widest.world // MOST_PARTS})"
-        )
         raise StrategySyntaxError(text, text, why)
 
 

@@ -19,6 +19,7 @@ from torch import fx
 from fxpar.annotate.bins import check_bins
 from fxpar.annotate.experts import check_experts
 from fxpar.annotate.module_rules import check_rules
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import GivenPassesError, NothingToOffloadError, NotYetError, VerifyError
 from fxpar.flow import padding_hazard
 from fxpar.ir.axes import RING
@@ -28,6 +29,7 @@ from fxpar.ir.node_meta import fqn_of, is_on_host, phase_of
 from fxpar.ir.pass_base import GraphPass, ancestors, whole_forward
 from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
+from fxpar.ir.teams import lowered_for
 from fxpar.lowering.ladder import (
     PLACED,
     OnPass,
@@ -60,6 +62,7 @@ def lower(
     sizes: Mapping[str, int] | None = None,
     accumulate: torch.dtype = torch.float32,
     reduce: torch.dtype | None = None,
+    cluster: ClusterSpec | None = None,
     passes: list[GraphPass] | None = None,
     on_pass: OnPass | None = None,
     verified: bool = True,
@@ -71,19 +74,20 @@ def lower(
     gathers of their own (ZeRO-3 still gathers layer by layer), and gradients leave as partial sums, which add up in
     `accumulate` at least and leave in `reduce` at most (by default as they add up).
     `sizes` are the dynamic dims of a micro-batch (of the largest team) by name, by default the example's; a budget of
-    `remat(200MB)` is meant at these. `on_pass` is called with each pass' name and the graph after it (dumps). The graph
+    `remat(200MB)` is meant at these. On a `cluster` of several nodes tokens go to their experts' nodes first where that
+    pays. `on_pass` is called with each pass' name and the graph after it (dumps). The graph
     is verified after every pass, unless `verified` is False: for what is priced and never run. `passes` stand in for
     `default_passes`, which then takes those options; the first attaches the placements.
 
     A strategy with pp gives a `PipelineGraph`, teams side by side a `TeamsGraph`, any other an `ExecGraph`.
 
     Raises StrategySyntaxError, NotYetError, OverrideError, RematGlobError, RematBudgetError, NothingToOffloadError,
-    GivenPassesError, RuleGlobError, RuleConflictError, RuleHeadsError, BinsError, TeamsBufferError, PassContractError
-    for what is no pass, the errors of `fxpar.stages.cut_stages`; VerifyError for a bug in a pass.
+    GivenPassesError, RuleGlobError, RuleConflictError, RuleHeadsError, BinsError, TeamsBufferError, TeamsGatherError,
+    PassContractError for what is no pass, the errors of `fxpar.stages.cut_stages`; VerifyError for a bug in a pass.
     """
     strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
     options: dict[str, Any] = {"storage": storage, "for_store": for_store, "sizes": sizes}
-    options |= {"accumulate": accumulate, "reduce": reduce}
+    options |= {"accumulate": accumulate, "reduce": reduce, "cluster": cluster}
     signature = inspect.signature(lower)
     given = [option for option, value in options.items() if value != signature.parameters[option].default]
     if passes is not None and given:
@@ -148,7 +152,7 @@ def graphs_after(
     ladder = default_passes(storage, for_store=for_store) if passes is None else passes
     if strategy.teams:
         for number in range(len(strategy.teams)):
-            team = strategy.of_team(number)
+            team = lowered_for(strategy, number)
             yield from graphs_after(logical, team, last, passes=ladder, on_pass=on_pass, verified=verified)
         return
     check_rules(logical, strategy)
@@ -237,7 +241,7 @@ def _check_moved(program: Program, strategy: Strategy, ladder: Sequence[GraphPas
     although there is a backward.
     """
     has_backward = any(out.kind == "grad" for out in program.outputs)
-    if not (strategy.most_offload and has_backward and any(step.name == Offload.name for step in ladder)):
+    if not (strategy.most("offload") and has_backward and any(step.name == Offload.name for step in ladder)):
         return
     if strategy.by_stage:
         for stage, own in zip(program.placed, strategy.by_stage, strict=True):

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fxpar.annotate import Annotate, unplaced
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import PassContractError, a_type
 from fxpar.ir.collector import collector_paused
 from fxpar.ir.dist_config import DistConfig
@@ -31,6 +32,7 @@ from fxpar.passes.global_to_local import GlobalToLocal
 from fxpar.passes.hide_reductions import HideReductions
 from fxpar.passes.hoist_collectives import HoistCollectives
 from fxpar.passes.insert_reshards import InsertReshards
+from fxpar.passes.limit_experts import LimitExperts
 from fxpar.passes.lower_collectives import LowerCollectives
 from fxpar.passes.mask_padding import MaskPadding
 from fxpar.passes.narrow_gradients import NarrowGradients
@@ -60,6 +62,7 @@ def default_passes(
     sizes: Mapping[str, int] | None = None,
     accumulate: torch.dtype = torch.float32,
     reduce: torch.dtype | None = None,
+    cluster: ClusterSpec | None = None,
 ) -> list[GraphPass]:
     """The ladder, in order; arguments as in `fxpar.lowering.driver`."""
     at = tuple((sizes or {}).items())
@@ -76,8 +79,9 @@ def default_passes(
         Cleanup(),
         GlobalToLocal(),
         RingAttention(),
+        LimitExperts(),
         CompressDispatch(),
-        ExchangeTokens(),
+        ExchangeTokens(cluster, at),
         SortRows(),
         LowerCollectives(),
         ChunkLoss(),

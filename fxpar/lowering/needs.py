@@ -23,6 +23,7 @@ from fxpar.ir.graph import AnnotatedGraph, Output
 from fxpar.ir.markers import vary
 from fxpar.ir.node_meta import comm_of, dist_of, is_on_host, is_size, phase_of, tensor_of
 from fxpar.lowering.verify import misfit, writes
+from fxpar.ops.copies import copies, within_capacity
 from fxpar.passes.exchange_tokens import experts_axis
 from fxpar.rules.view import ring_of
 
@@ -102,6 +103,16 @@ ROWS = Need(
     "compress_dispatch has run",
     _none(lambda node: node.target is torch.ops.fxpar.cluster_rows.default),
 )
+UNLIMITED = Need(
+    "experts that get every row",
+    "limit_experts has run",
+    _none(lambda node: node.target is within_capacity),
+)
+AT_HOME = Need(
+    "tokens where they are from",
+    "exchange_tokens has run",
+    _none(lambda node: node.target is copies),
+)
 UNSORTED = Need(
     "rows in the order of tokens",
     "sort_rows has run",
@@ -165,6 +176,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "cleanup": (),
     "global_to_local": (FITS, STEPS, GLOBAL),
     "ring_attention": (FITS, STEPS, LOCAL),
+    "limit_experts": (FITS, STEPS, LOCAL, UNSORTED, ROWS, AT_HOME, UNLIMITED),
     "compress_dispatch": (FITS, STEPS, LOCAL, UNSORTED, ROWS),
     "exchange_tokens": (FITS, STEPS, LOCAL),
     "sort_rows": (FITS, STEPS, LOCAL, EXCHANGED),

@@ -14,7 +14,7 @@ from fxpar.ir.graph import TOKENS, run_dims, run_sizes
 from fxpar.ir.pipeline_graph import PipelineGraph, TeamsGraph
 from fxpar.ir.sent import tokens_of
 from fxpar.ir.strategy import Strategy
-from fxpar.ir.teams import team_budgets
+from fxpar.ir.teams import in_step, team_budgets
 from fxpar.memory.liveness import ONE_THREAD, body_series
 from fxpar.memory.parts import accumulating_graph
 from fxpar.memory.pipeline import pipeline_over_time
@@ -116,10 +116,14 @@ def _teams_over_time(program: TeamsGraph, sizes: Mapping[str, int], sums: int, *
     home["staging_bytes"] = min(asked["staging_bytes"], 2 * weights)
     budgets = team_budgets(program.strategy, sizes.get(TOKENS, 0))
     ranks: list[RankMemory] = []
-    for team, tokens in zip(program.teams, budgets, strict=True):
+    for number, (team, tokens) in enumerate(zip(program.teams, budgets, strict=True)):
         mine = {**sizes, TOKENS: tokens} if TOKENS in sizes else sizes
         found = memory_over_time(team, mine, **asked)
-        ranks += [replace(one, prediction=replace(one.prediction, **home)) for one in found.ranks]
+        here = found.ranks
+        if in_step(program.strategy):  # the program's ranks are all, and those of the team run it
+            mesh = program.mesh_of(number)
+            here = tuple(replace(one, ranks=(mesh.ranks[0], mesh.last)) for one in here)
+        ranks += [replace(one, prediction=replace(one.prediction, **home)) for one in here]
     fullest = max((one.prediction for one in ranks), key=lambda prediction: prediction.peak_bytes)
     return MemoryOverTime(replace(fullest, strategy=str(program.strategy)), tuple(ranks))
 

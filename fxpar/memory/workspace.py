@@ -13,6 +13,7 @@ from torch import fx
 
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.node_meta import local_meta
+from fxpar.ops import copies
 from fxpar.ops.traits import DOCUMENTS_AT
 
 own, aten = torch.ops.fxpar, torch.ops.aten
@@ -173,8 +174,8 @@ def _dispatch(node: fx.Node, shape: Sizes, given: Conditions) -> int:
 
 def _combine(node: fx.Node, shape: Sizes, given: Conditions) -> int:
     """The rows in the order of tokens; the sum, one slot of it, and that times its weights."""
-    rows, weights = node.args[:2]
-    placed = math.prod(shape(rows)) * _meta(rows).dtype.itemsize
+    rows, weights, _, ids = node.args
+    placed = math.prod(shape(ids)) * shape(rows)[1] * _meta(rows).dtype.itemsize
     return placed if weights is None else placed + 3 * math.prod(shape(node)) * _wide(_meta(rows).dtype)
 
 
@@ -228,6 +229,7 @@ _RULES: dict[Any, Callable[[fx.Node, Sizes, Conditions], float]] = {
     own.cross_entropy_backward.default: _cross_entropy_backward,
     own.dropout.default: _dropout,
     own.route_rows.default: _route_rows,
+    copies.own_rows: _route_rows,
     own.dispatch.default: _dispatch,
     own.combine.default: _combine,
     own.combine_backward.default: _combine_backward,

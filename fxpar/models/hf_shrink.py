@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 HIDDEN, HEADS, HEAD_DIM, FFN, VOCAB, LAYERS, POSITIONS, WINDOW = 64, 4, 16, 88, 131, 2, 512, 16
-EXPERTS, EXPERT_FFN = 6, 44
+EXPERTS, EXPERT_FFN = 8, 44
 
 HIDDEN_NAMES = [
     "hidden_size",
@@ -147,7 +147,11 @@ AT_MOST: dict[str, int] = {
     **dict.fromkeys(["topk_group", "first_k_dense_replace", "num_dense_layers"], 1),
 }
 # Sizes that some types leave open by default.
-UNSET = {"n_inner": FFN, "n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_shared_experts": 1}
+UNSET = {
+    **{"n_inner": FFN, "n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    **{"indexer_n_heads": HEADS, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM},
+    **{"indexer_budget": WINDOW // 2, "indexer_compress_ratio": 4},
+}
 FLAGS = {"use_cache": False, "is_decoder": True}
 
 
@@ -171,6 +175,10 @@ def tiny(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
     if "conv_L_cache" in defaults and set(result.get("layer_types") or ["full_attention"]) == {"full_attention"}:
         # Published models have both kinds, the defaults only one.
         result["layer_types"] = ["conv", *["full_attention"] * (layers - 1)]
+    if "kv_n_heads" in (defaults.get("attn_config") or {}):  # dbrx has parts with sizes, and needs two that are unset
+        half = max(1, _first(result, HEAD_NAMES, HEADS) // 2)
+        result["attn_config"] = {"kv_n_heads": half, "rope_theta": 10_000.0, "clip_qkv": 8.0}
+        result["ffn_config"] = {"ffn_hidden_size": FFN, "moe_num_experts": EXPERTS, "moe_top_k": 2}
     if defaults.get("attention_type") == "block_sparse":
         result["attention_type"] = "original_full"  # of short sequences; at run time the type makes new modules for it
     if {"num_heads", "head_dim", "expand"} <= set(defaults):

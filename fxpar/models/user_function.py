@@ -38,6 +38,16 @@ def load_function(spec: str, given: Mapping[str, str], *, dtype: torch.dtype, de
     return LoadedModel(name, model.to(dtype), loss_fn, example, tuple(others) or (example,), has_values)
 
 
+def load_module(spec: str, given: Mapping[str, str], *, dtype: torch.dtype, device: str, seed: int) -> nn.Module:
+    """The model of a function that returns one alone, or what `load_function` takes: of tasks, whose losses are their
+    own. Raises as `load_function` does.
+    """
+    place, _, name = spec.rpartition(":")
+    function = find_function(spec, place, name)
+    found = call(spec, function, with_arguments(given, inspect.signature(function), spec), device, seed)
+    return (found if isinstance(found, nn.Module) else unpack(spec, found)[0]).to(dtype)
+
+
 def find_function(spec: str, place: str, name: str) -> Callable[..., Any]:
     """The attribute `name` of the file or module `place`. Raises ModelFunctionError."""
     if not place or not name:

@@ -6,7 +6,10 @@ its K experts, so a token with three experts on a rank goes there once. How many
     copies      ids [N, K] -> tokens [U]: the token of each copy, by rank; sent [R]: copies to each rank
     exchange    rows [U, ...] -> [V, ...]: `sent` of them to each rank, `received` from each
     own_ids     ids [V, K] -> the same with -1 for experts of other ranks
+    own_rows    such ids -> order [M], counts [E]: as `fxpar::route_rows`, of the pairs alone that have an expert here
     sum_copies  rows [U, ...] -> [N, ...]: the sum over a token's copies, in the order of ranks
+
+Before all that, `within_capacity` may leave pairs of a token and an expert out that are too many for the expert.
 
 In the mean over all routes a token has `mean_copies` of them; at most it has min(K, R).
 """
@@ -34,12 +37,6 @@ def copies(ids: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
     return hit.t().nonzero()[:, 1], hit.sum(0)
 
 
-def meta_copies(ids: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """Shapes of `copies`, with as many copies as there are in the mean."""
-    count = int(ids.shape[0] * mean_copies(ids.shape[1], experts, ranks))
-    return ids.new_empty(count, dtype=torch.int64), ids.new_empty(ranks, dtype=torch.int64)
-
-
 def exchange(rows: Tensor, sent: Tensor, received: Tensor, group: str) -> Tensor:
     """Rows from each rank in turn, not waited for."""
     given, got = torch.stack([sent, received]).tolist()
@@ -51,6 +48,24 @@ def own_ids(ids: Tensor, experts: int, index: int, numbered: bool) -> Tensor:
     own = ids - index * experts
     here = (own >= 0) & (own < experts)
     return torch.where(here, own if numbered else ids, -1)
+
+
+def within_capacity(ids: Tensor, experts: int, capacity: float) -> tuple[Tensor, Tensor]:
+    """ids [N, K] -> the same with -1 for all but the first ceil(capacity * N * K / experts) of each expert, in the
+    order of tokens and their slots; and how many there were of each, int64 [experts].
+    """
+    order, counts = torch.ops.fxpar.route_rows.default(ids, experts)
+    by_expert = ids.reshape(-1).index_select(0, order)
+    first = (counts.cumsum(0) - counts).index_select(0, by_expert.clamp(0, experts - 1))
+    place = torch.arange(ids.numel(), device=ids.device) - first
+    kept = torch.where(place < math.ceil(capacity * ids.numel() / experts), by_expert, -1)
+    return torch.empty_like(by_expert).index_copy_(0, order, kept).view(ids.shape), counts
+
+
+def own_rows(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """ids [V, K], numbered from 0 -> (order [M], counts [experts]), both int64. Waits for the counts."""
+    order, counts = torch.ops.fxpar.route_rows.default(ids, experts)
+    return order[: int(counts.sum())], counts
 
 
 def sum_copies(rows: Tensor, tokens: Tensor, sent: Tensor, ids: Tensor) -> Tensor:

@@ -10,13 +10,14 @@ tokens, [N, K, D]: so a cut of the tokens is an ordinary slice, and all between 
 The others are parts of these, for programs that sort rows by expert once, or send them to other ranks:
 
     route_rows   ids [N, K] -> order [N * K], counts [E]: the pairs n * K + k, by expert, and within one in order
-    dispatch     tokens [N, D] or rows of tokens [N, K, D] -> rows by expert [N * K, D]: the pairs in this order
-    place_rows   rows by expert [N * K, D] -> rows of tokens [N, K, D], the way back
+    dispatch     tokens [N, D] or rows of tokens [N, K, D] -> rows by expert [M, D]: the pairs in this order
+    place_rows   rows by expert [M, D] -> rows of tokens [N, K, D], the way back; zeros for pairs that are not in order
     grouped_mm   rows by expert [M, D] -> [M, F]: the first counts[0] rows times weight[0], and so on
-    combine      rows by expert [N * K, D] -> tokens [N, D]: their weighted sum; without weights, their sum
+    combine      rows by expert [M, D] -> tokens [N, D]: their weighted sum; without weights, their sum
 
 An id below 0, or not below the number of experts, is none of the experts here: it counts nowhere, its rows come last,
-and their products are zeros. So a rank may hold some of the experts, and an expert no row: its gradient is zeros.
+and their products are zeros. So a rank may hold some of the experts, and an expert no row: its gradient is zeros. An
+order may leave such pairs out (M < N * K, `fxpar.ops.copies.own_rows`): they are zeros for all that follows.
 """
 
 from __future__ import annotations
@@ -37,13 +38,12 @@ for _schema in (
     "weighted_sum(Tensor rows, Tensor weights) -> Tensor",
     "weighted_sum_backward(Tensor grad, Tensor rows, Tensor weights) -> (Tensor drows, Tensor dweights)",
     "route_rows(Tensor ids, int experts) -> (Tensor order, Tensor counts)",
-    "dispatch(Tensor tokens, Tensor order, int slots) -> Tensor",
+    "dispatch(Tensor tokens, Tensor order, Tensor ids) -> Tensor",
     "grouped_mm(Tensor rows, Tensor weight, Tensor counts) -> Tensor",
     "grouped_mm_backward(Tensor grad, Tensor rows, Tensor counts) -> Tensor",
-    "place_rows(Tensor rows, Tensor order, int slots) -> Tensor",
-    "combine(Tensor rows, Tensor? weights, Tensor order, int slots) -> Tensor",
-    "combine_backward(Tensor grad, Tensor rows, Tensor weights, Tensor order, int slots) -> "
-    "(Tensor drows, Tensor dweights)",
+    "place_rows(Tensor rows, Tensor order, Tensor ids) -> Tensor",
+    "combine(Tensor rows, Tensor? weights, Tensor order, Tensor ids) -> Tensor",
+    "combine_backward(Tensor grad, Tensor rows, Tensor weights, Tensor order) -> (Tensor drows, Tensor dweights)",
 ):
     _LIB.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 own = torch.ops.fxpar
@@ -56,30 +56,30 @@ def _route_rows(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return torch.sort(flat, stable=True)[1], torch.bincount(flat, minlength=experts + 1)[:experts]
 
 
-def _dispatch(tokens: Tensor, order: Tensor, slots: int) -> Tensor:
+def _dispatch(tokens: Tensor, order: Tensor, ids: Tensor) -> Tensor:
     if tokens.dim() == 2:
-        return tokens.index_select(0, order if slots == 1 else order // slots)
+        return tokens.index_select(0, order if ids.shape[1] == 1 else order // ids.shape[1])
     if tokens.stride(1) == 0:  # tokens that are only repeated for their slots are not copied before
-        return _dispatch(tokens[:, 0], order, slots)
+        return _dispatch(tokens[:, 0], order, ids)
     return tokens.reshape(-1, tokens.shape[-1]).index_select(0, order)
 
 
-def _place_rows(rows: Tensor, order: Tensor, slots: int) -> Tensor:
-    placed = torch.empty_like(rows, memory_format=torch.contiguous_format).index_copy_(0, order, rows)
-    return placed.view(-1, slots, rows.shape[1])
+def _place_rows(rows: Tensor, order: Tensor, ids: Tensor) -> Tensor:
+    make = rows.new_empty if len(order) == ids.numel() else rows.new_zeros
+    return make(ids.numel(), rows.shape[1]).index_copy_(0, order, rows).view(*ids.shape, rows.shape[1])
 
 
-def _combine(rows: Tensor, weights: Tensor | None, order: Tensor, slots: int) -> Tensor:
-    placed = _place_rows(rows, order, slots)
+def _combine(rows: Tensor, weights: Tensor | None, order: Tensor, ids: Tensor) -> Tensor:
+    placed = _place_rows(rows, order, ids)
     return placed.sum(1) if weights is None else _weighted_sum(placed, weights)
 
 
-def _combine_backward(grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+def _combine_backward(grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     wide = _wide(rows, weights)
-    spread = _dispatch(grad, order, slots)
+    spread = _dispatch(grad, order, weights)
     drows = (spread * weights.reshape(-1, 1).index_select(0, order)).to(rows.dtype)
     dweights = (spread.to(wide) * rows).sum(1, keepdim=True).to(weights.dtype)
-    return drows, _place_rows(dweights, order, slots).squeeze(2)
+    return drows, _place_rows(dweights, order, weights).squeeze(2)
 
 
 def _wide(rows: Tensor, weights: Tensor) -> torch.dtype:
@@ -113,10 +113,21 @@ def _spans(counts: Tensor) -> list[tuple[int, int, int]]:
     return found
 
 
+def _has_kernel(*operands: Tensor) -> bool:
+    """Whether torch's grouped product takes them: it copies matrices by 16 bytes, and knows no float64."""
+    return all(x.is_cuda and x.dtype != torch.float64 and x.numel() and _is_aligned(x) for x in operands)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    inner, outer = sorted(x.stride()[-2:])
+    step = 16 // x.itemsize
+    return inner == 1 and x.data_ptr() % 16 == 0 and not any(n % step for n in (outer, *x.stride()[:-2]))
+
+
 def _grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """In a loop, where there is no kernel for it: on the CPU, and in float64."""
+    """In a loop, where there is no kernel for it."""
     _check("grouped_mm", rows, weight, 2)
-    if rows.is_cuda and rows.dtype != torch.float64:
+    if _has_kernel(rows, weight) and not weight.shape[2] * weight.itemsize % 16:
         ends = counts.cumsum(0)
         out = F.grouped_mm(rows, weight, offs=ends.int())
         return out.masked_fill_((torch.arange(len(rows), device=rows.device) >= ends[-1])[:, None], 0.0)
@@ -128,7 +139,7 @@ def _grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 def _grouped_mm_backward(grad: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     """dweight [E, D, F] of grad [M, F] and rows [M, D]."""
-    if rows.is_cuda and rows.dtype != torch.float64:
+    if _has_kernel(grad, rows):
         out = F.grouped_mm(rows.t(), grad, offs=counts.cumsum(0).int())
         return out.masked_fill_((counts == 0)[:, None, None], 0.0)
     out = rows.new_zeros(counts.shape[0], rows.shape[1], grad.shape[1])
@@ -148,6 +159,8 @@ def _check_ids(op: str, x: Tensor, ids: Tensor) -> None:
         raise OpInputError(op, f"ids {tuple(ids.shape)} are not one for each row of {tuple(x.shape)}")
     if ids.dtype not in (torch.int64, torch.int32):
         raise OpInputError(op, f"ids are {ids.dtype}; give torch.int64 or torch.int32")
+    if isinstance(ids.shape[-1], int) and ids.shape[-1] < 1:
+        raise OpInputError(op, f"ids {tuple(ids.shape)} choose no expert for a token; give [N, K] with K of 1 at least")
 
 
 def _differ(a: Any, b: Any) -> bool:
@@ -160,15 +173,13 @@ def _expert_mm(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     _check("expert_mm", x, weight, 3)
     _check_ids("expert_mm", x, ids)
     order, counts = _route_rows(ids, weight.shape[0])
-    slots = ids.shape[-1]
-    return _place_rows(_grouped_mm(_dispatch(x, order, slots), weight, counts), order, slots)
+    return _place_rows(_grouped_mm(_dispatch(x, order, ids), weight, counts), order, ids)
 
 
 def _expert_mm_backward(grad: Tensor, x: Tensor, ids: Tensor, experts: int) -> Tensor:
     """dweight [E, D, F] of grad [N, K, F] and x [N, K, D]."""
     order, counts = _route_rows(ids, experts)
-    slots = ids.shape[-1]
-    return _grouped_mm_backward(_dispatch(grad, order, slots), _dispatch(x, order, slots), counts)
+    return _grouped_mm_backward(_dispatch(grad, order, ids), _dispatch(x, order, ids), counts)
 
 
 # ------------------------------------------------------------------------------------ shapes, and gradients
@@ -212,29 +223,28 @@ def _grouped_mm_grad(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
 
 
 def _dispatch_grad(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    back = own.place_rows.default(grad, *ctx.saved_tensors, ctx.slots)
+    back = own.place_rows.default(grad, *ctx.saved_tensors)
     return back if ctx.tokens else back.sum(1), None, None
 
 
 def _combine_grad(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-    rows, weights, order = ctx.saved_tensors
+    rows, weights, order, ids = ctx.saved_tensors
     if weights is None:
-        return own.dispatch.default(grad, order, ctx.slots), None, None, None
-    return *own.combine_backward.default(grad, rows, weights, order, ctx.slots), None, None
+        return own.dispatch.default(grad, order, ids), None, None, None
+    return *own.combine_backward.default(grad, rows, weights, order), None, None
 
 
 def _place_rows_grad(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return own.dispatch.default(grad, *ctx.saved_tensors, ctx.slots), None, None
+    return own.dispatch.default(grad, *ctx.saved_tensors), None, None
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*(i for i in inputs if not isinstance(i, int)))
-    ctx.slots = inputs[-1]
+    ctx.save_for_backward(*inputs)
 
 
 def _save_order(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(inputs[1])
-    ctx.slots, ctx.tokens = inputs[2], inputs[0].dim() == 3
+    ctx.save_for_backward(*inputs[1:])
+    ctx.tokens = inputs[0].dim() == 3
 
 
 for _name, _kernel, _fake in (
@@ -247,24 +257,20 @@ for _name, _kernel, _fake in (
         lambda g, rows, weights: (torch.empty_like(rows), torch.empty_like(weights)),
     ),
     ("route_rows", _route_rows, _route_rows_fake),
-    ("dispatch", _dispatch, lambda tokens, order, K: tokens.new_empty(order.shape[0], tokens.shape[-1])),
+    ("dispatch", _dispatch, lambda tokens, order, ids: tokens.new_empty(order.shape[0], tokens.shape[-1])),
     ("grouped_mm", _grouped_mm, _grouped_mm_fake),
     (
         "grouped_mm_backward",
         _grouped_mm_backward,
         lambda g, x, counts: x.new_empty(len(counts), *x.shape[1:], g.shape[1]),
     ),
-    (
-        "place_rows",
-        _place_rows,
-        lambda rows, order, K: rows.new_empty(rows.shape[0] // K, K, rows.shape[1]),
-    ),
+    ("place_rows", _place_rows, lambda rows, order, ids: rows.new_empty(*ids.shape, rows.shape[1])),
     (
         "combine_backward",
         _combine_backward,
-        lambda grad, rows, weights, order, K: (torch.empty_like(rows), torch.empty_like(weights)),
+        lambda grad, rows, weights, order: (torch.empty_like(rows), torch.empty_like(weights)),
     ),
-    ("combine", _combine, lambda rows, w, order, K: rows.new_empty(rows.shape[0] // K, rows.shape[1])),
+    ("combine", _combine, lambda rows, w, order, ids: rows.new_empty(ids.shape[0], rows.shape[1])),
 ):
     for _device in ("CPU", "CUDA"):
         _LIB.impl(_name, _kernel, _device)

@@ -134,7 +134,7 @@ def _combine_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Non
 def _backward(of: Callable[[], Any]) -> Callable[..., Any]:
     def run(dout: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, *place: Any) -> tuple[Tensor, Tensor]:
         step, kernels = _Step(q, kv, *place), of()
-        dkv = kv.new_zeros(kv.shape)
+        dkv = (kv.new_empty if step.first else kv.new_zeros)(kv.shape)  # the first step writes all of it
         dk, dv = (x.transpose(1, 2) for x in dkv.split([step.k.shape[3], step.v.shape[3]], 3))
         if step.first:
             dq, first_dk, first_dv = kernels.backward(dout, q, step.k, step.v, out, lse, step.own)

@@ -13,15 +13,17 @@ import torch.distributed as dist
 
 ROUNDS, MOST_RUNS = 3, 1000
 LEAST_TRIALS = 3  # of a series: a line or a curve goes through them
+BESIDE = "product beside gathers"
 SLOW = 10  # times what a point is given: no trial takes longer but the first, so that an emulated dtype holds nobody up
 
 
 @dataclass(frozen=True)
 class Point:
-    """`seconds` is a median. `kind` is product, thin product, attention, copy, add, launch, send, all_reduce,
-    all_gather or reduce_scatter; `of` the dtype of a product, "memory", "kernel", or the level of links: "intra" (a
-    node) or "inter". `size` is the width of (square) matrices, the tokens of a document or the bytes of a tensor,
-    `amount` the operations, the bytes read and written, or those that a rank sends.
+    """`seconds` is a median. `kind` is product, thin product, attention, copy, add, host copy, launch, send,
+    all_reduce, all_gather, reduce_scatter, or a product beside gathers; `of` the dtype of a product, "memory",
+    "both ways", "kernel", or the level of links: "intra" (a node) or "inter". `size` is the width of (square) matrices,
+    the tokens of a document or the bytes of a tensor, `amount` the operations, the bytes read and written, or those
+    that a rank sends.
     """
 
     kind: str
@@ -51,7 +53,12 @@ class Trial:
         return what + _SIZES.get(self.kind, ", {:,} bytes").format(self.size)
 
 
-_OF = {"inter": "between nodes", "intra": "inside a node", "kernel": "of a kernel"}
+_OF = {
+    "both ways": "both ways",
+    "inter": "between nodes",
+    "intra": "inside a node",
+    "kernel": "of a kernel",
+}
 _SIZES = {
     "product": ", {:,} wide",
     "thin product": ", {:,} wide",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.ir.mesh import Mesh
-from fxpar.profiling.points import Trial
+from fxpar.profiling.points import BESIDE, Trial
 from fxpar.torch_api.groups import is_gloo
 from fxpar.transport.groups import ProcessGroups
 
@@ -23,6 +23,8 @@ HEADS, HEAD_DIM = {"cuda": 32}, 64  # as many as keep a GPU busy; on others 4
 THIN_ROWS, THIN_WIDTHS = 2048, (64, 128, 256, 512)
 KEPT_BYTES = 64 << 20  # of results: a step keeps its activations, so what comes next lies in other memory
 MEMORY_BYTES = (1 << 20, 4 << 20, 16 << 20, 32 << 20, 128 << 20)  # the last one is more than caches hold
+HOST_BYTES = (16 << 20, 64 << 20, 256 << 20)
+BESIDE_WIDTH, BESIDE_BYTES = 8192, 64 << 20  # a product and a transfer that take about as long as each other
 MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24)
 LAUNCHES = 100
 Run = Callable[[], object]
@@ -33,13 +35,15 @@ def device_series(
     device: torch.device, widths: Sequence[int] = WIDTHS, memory_bytes: Sequence[int] = MEMORY_BYTES
 ) -> list[Iterator[Trial]]:
     """Products and attention in each dtype, copies and sums in memory, launches of a tiny kernel. Thin products on a
-    CPU alone: a GPU does one in less time than Python takes to start it.
+    CPU alone: a GPU does one in less time than Python takes to start it. Copies to the host on a GPU
+    alone.
     """
     made: list[Iterator[Trial]] = []
     for name in DTYPES:
         thin = [_thin_products(device, name)] if device.type == "cpu" else []
         made += [_products(device, name, widths), *thin, _attention(device, name)]
-    return [*made, _copies(device, memory_bytes), _sums(device, memory_bytes), _launches(device)]
+    made += [_copies(device, memory_bytes), _sums(device, memory_bytes), _launches(device)]
+    return [*made, _host_copies(device)] if device.type == "cuda" else made
 
 
 def _products(device: torch.device, name: str, widths: Sequence[int]) -> Iterator[Trial]:
@@ -104,6 +108,35 @@ def _sums(device: torch.device, sizes: Sequence[int]) -> Iterator[Trial]:
         yield Trial("add", "memory", nbytes, 3.0 * nbytes, partial(prepare, nbytes))
 
 
+def _host_copies(device: torch.device, sizes: Sequence[int] = HOST_BYTES) -> Iterator[Trial]:
+    """To pinned memory of the host and back, one after the other."""
+
+    def prepare(nbytes: int) -> Run:
+        (there,) = _tensors(1, nbytes, device)
+        host = torch.empty_like(there, device="cpu", pin_memory=device.type == "cuda")
+        return lambda: (host.copy_(there, non_blocking=True), there.copy_(host, non_blocking=True))
+
+    for nbytes in sizes:
+        yield Trial("host copy", "both ways", nbytes, float(nbytes), partial(prepare, nbytes), 2)
+
+
+def _beside_gathers(device: torch.device, level: str, group: dist.ProcessGroup, nbytes: int) -> Iterator[Trial]:
+    """As many gathers of this size as make BESIDE_BYTES, all begun before the product."""
+    name, degree, times = group.group_name, group.size(), BESIDE_BYTES // nbytes
+
+    def prepare() -> Run:
+        (mine,) = _tensors(1, nbytes // degree, device)
+        a, b = (torch.randn(BESIDE_WIDTH, BESIDE_WIDTH, device=device).bfloat16() for _ in range(2))
+
+        def run() -> tuple[Tensor, list[Tensor]]:
+            begun = [c10d.all_gather_into_tensor(mine, degree, name) for _ in range(times)]
+            return a @ b, [c10d.wait_tensor(one) for one in begun]
+
+        return run
+
+    yield Trial(BESIDE, level, BESIDE_BYTES, 2.0 * BESIDE_WIDTH**3, prepare)
+
+
 def _launches(device: torch.device) -> Iterator[Trial]:
     """As programs call them: about every other call is a view."""
 
@@ -129,6 +162,8 @@ def link_series(device: torch.device, nodes: int, sizes: Sequence[int] = MESSAGE
             group = next(one for one in made if one is not None)
             found += [_messages(device, level, members, sizes), _all_reduces(device, level, group, sizes)]
             found += [_all_gathers(device, level, group, sizes), _reduce_scatters(device, level, group, sizes)]
+            if device.type == "cuda":
+                found.append(_beside_gathers(device, level, group, sizes[-1]))
     return found
 
 

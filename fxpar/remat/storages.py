@@ -73,10 +73,10 @@ def trace_and_compare(
             size = _size(node, dims)
             values[node] = size if isinstance(size, int) else found.placed(*size)
         else:
-            target, args, kwargs = _given(node, values, at)
+            target, args, kwargs = _given(node, values, at, dims)
             values[node] = found.call(target, args, kwargs)
             for place in others:
-                there = _given(node, values, place)[1] if _has_place(node) else args
+                there = _given(node, values, place, dims)[1] if _has_place(node) else args
                 if place not in differ and there != args and not is_same_call(target, args, there):
                     differ.append(place)
         of[node] = tuple(dict.fromkeys(one.storage for one in meta_tensors(values[node])))
@@ -100,7 +100,7 @@ def run_on_meta(
         if node.op != "output":
             with torch.no_grad():
                 if node not in values:
-                    values[node] = _place(node, dims) if node.op == "placeholder" else _call(node, values, {})
+                    values[node] = _place(node, dims) if node.op == "placeholder" else _call(node, values, dims)
             yield node, values[node]
 
 
@@ -152,15 +152,18 @@ def _place(node: fx.Node, dims: Mapping[sympy.Symbol, int]) -> Any:
     return size if isinstance(size, int) else torch.empty(size[0], dtype=size[1], device=META)
 
 
-def _call(node: fx.Node, values: dict[fx.Node, Any], places: Mapping[str, int]) -> Any:
-    target, args, kwargs = _given(node, values, places)
+def _call(node: fx.Node, values: dict[fx.Node, Any], dims: Mapping[sympy.Symbol, int]) -> Any:
+    target, args, kwargs = _given(node, values, {}, dims)
     return target(*args, **kwargs)
 
 
 def _given(
-    node: fx.Node, values: Mapping[fx.Node, Any], places: Mapping[str, int]
+    node: fx.Node, values: Mapping[fx.Node, Any], places: Mapping[str, int], dims: Mapping[sympy.Symbol, int]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """What stands for the node's call on the meta device, and its operands."""
+    if node.target in _COUNTED:
+        metas: Any = local_meta(node)
+        return _made, tuple((one.sizes(dims), one.dtype) for one in metas), {}
     given: Any = fx.node.map_arg(node.args, values.__getitem__)
     kwargs = dict(fx.node.map_arg(node.kwargs, values.__getitem__))
     if node.target in _COLLECTIVES:
@@ -192,12 +195,17 @@ def _is_tensor(value: Any) -> bool:
     return any(True for _ in tensors_of(value)) or any(True for _ in meta_tensors(value))
 
 
+def _made(*metas: tuple[Sequence[int], torch.dtype]) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(shape, dtype=dtype, device=META) for shape, dtype in metas)
+
+
 def _rows(x: Tensor, rows: int) -> Tensor:
     return x.new_empty((rows, *x.shape[1:]))
 
 
-# Shapes alone: on the meta device torch would look up the process group, and a program knows tokens only. Copies of
-# tokens are as many as in the mean.
+# Of these a size is known at run time alone: it is here what it is in the mean (`fxpar.ir.counts`).
+_COUNTED = {copies.copies, copies.own_rows}
+# Shapes alone: on the meta device torch would look up the process group, and a program knows tokens only.
 _COLLECTIVES: dict[Any, Callable[..., Any]] = {
     c10d.all_reduce.default: lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
     c10d.all_reduce_.default: lambda x, *_: x,
@@ -206,7 +214,6 @@ _COLLECTIVES: dict[Any, Callable[..., Any]] = {
     c10d.all_to_all_single.default: lambda x, got, _sent, _: _rows(x, sum(got)),
     c10d.wait_tensor.default: lambda x: x,
     layout.shift: lambda x, *_: torch.empty_like(x),
-    copies.copies: copies.meta_copies,
     copies.exchange: lambda x, *_: torch.empty_like(x),
     copies.sum_copies: lambda x, _to, _sent, ids: _rows(x, ids.shape[0]),
 }

@@ -11,21 +11,26 @@ An op that is none of these is not known to keep tokens and slots apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from fxpar.ir import collectives
+from fxpar.ir.axes import REPLICAS
 from fxpar.ir.graph import TensorMeta
-from fxpar.ir.node_meta import local_meta
+from fxpar.ir.node_meta import local_meta, wanted_dists
 from fxpar.ir.pass_base import tensor_operands
 from fxpar.ops.traits import KEEPS_ZERO, is_elementwise, is_random
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 Rows = Literal["zero", "junk", "term", "same"]
+Kinds = Rows | tuple[Rows, ...]  # several for an op whose results are not alike
 
+# Lookups in tables of a row per expert: op -> where the ids stand.
+LOOKUPS: dict[Any, int] = {own.embedding.default: 1, own.embedding_backward.default: 1}
 _SUMS = {aten.sum.dim_IntList, aten.mean.dim}
 _WEIGHED = {own.weighted_sum.default, own.weighted_sum_backward.default}
 _ADDS = {aten.add.Tensor, aten.sub.Tensor}
@@ -103,9 +108,50 @@ def is_by_token(node: fx.Node, tokens: Any) -> bool:
     return bool(made) and all(shape and shape[0] == tokens for shape in made)
 
 
-def rows_of(node: fx.Node, given: Sequence[Rows | None], tokens: Any, slots: int) -> Rows | tuple[Rows, ...] | None:
+def source_of_ids(ids: Any) -> fx.Node:
+    """Where ids come from: gathered twice, for forward and backward, they are the same."""
+    while collectives.is_collective(ids) or ids.target is aten.detach.default:
+        ids = ids.args[0]
+    return ids
+
+
+def walk_rows(
+    nodes: Iterable[fx.Node],
+    products: Mapping[fx.Node, Rows],
+    tokens: Any,
+    slots: int,
+    stay: Collection[fx.Node] = (),
+) -> dict[fx.Node, Kinds]:
+    """The calls that are known to keep tokens and slots apart, in the order of the graph, with what they make of rows:
+    `products` and what is made of them, but for calls that `stay` out and what is behind these.
+    """
+    found: dict[fx.Node, Kinds] = {}
+    for node in nodes:
+        if node in products:
+            found[node] = products[node]
+        elif (
+            node.op == "call_function"
+            and node not in stay
+            and any(found.get(o) not in (None, "same", "term") for o in node.all_input_nodes)
+        ):
+            kind = _made(node, found, tokens, slots)
+            if kind is not None:
+                found[node] = kind
+    return found
+
+
+def _made(node: fx.Node, found: Mapping[fx.Node, Kinds], tokens: Any, slots: int) -> Kinds | None:
+    if node.target is operator.getitem:
+        source: Any = node.args
+        kinds = found[source[0]]
+        return kinds[source[1]] if isinstance(kinds, tuple) else kinds
+    given: list[Any] = [found.get(o) or ("same" if has_tokens(o) else None) for o in tensor_operands(node)]
+    return rows_of(node, given, tokens, slots)
+
+
+def rows_of(node: fx.Node, given: Sequence[Rows | None], tokens: Any, slots: int) -> Kinds | None:
     """What a call makes of rows, with `given` for each of its tensor operands (None: no tokens in it); None where it
-    is not known to keep tokens and slots apart. A tuple for an op whose results are not alike.
+    is not known to keep tokens and slots apart.
     """
     if "term" in given:
         return None
@@ -128,6 +174,15 @@ def rows_of(node: fx.Node, given: Sequence[Rows | None], tokens: Any, slots: int
         node.target in KEEPS_ZERO or node.target in _MOVES or (node.target in _ADDS and len(rows) == len(given) == 2)
     )
     return "zero" if keeps and set(rows) == {"zero"} and len(rows) == len(given) else "junk"
+
+
+def ranks_alike(product: fx.Node) -> int:
+    """How many ranks have each token of a product by expert, as they have parts of its rows or weights."""
+    wanted = wanted_dists(product)
+    if not wanted:
+        return 1
+    mesh, cut = wanted[-1].mesh, wanted[-1].dims[0]
+    return mesh.size // mesh.degree(".".join([REPLICAS, *(entry.axis for entry in cut)]))
 
 
 def _is_between_parts(node: fx.Node, tokens: Any, slots: int) -> bool:

@@ -17,7 +17,7 @@ from fxpar.precision import Precision, with_precision
 from fxpar.profiling.record import memory_bytes
 from fxpar.runtime.options import as_precision, capture_step, cluster_here
 from fxpar.search.chosen import Rows, of_ranks, planned_for, problem_of, searched
-from fxpar.search.driver import Said
+from fxpar.search.known import Said
 from fxpar.search.plan_file import Plan
 from fxpar.search.price import Depth
 

@@ -33,9 +33,12 @@ def bind_here(
     """
     teams = program.teams if isinstance(program, TeamsGraph) else (program,)
     found = [_bind(team, process_groups, device, compile, channels) for team in teams]
-    mine = next((one for one in found if one is not None), None)
+    rank = dist.get_rank()
+    mine = None
+    if rank in program.mesh:
+        mine = found[program.team_of(rank) if isinstance(program, TeamsGraph) else 0]
     if mine is None:
-        return BoundElsewhere(program, dist.get_rank())
+        return BoundElsewhere(program, rank)
     if not isinstance(program, TeamsGraph):
         return mine
     return BoundTeam(program, mine, process_groups.of(program.mesh.ranks, "teams"))

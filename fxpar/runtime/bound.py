@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxpar.cost.flowing import flowing_pace
 from fxpar.ir.exec_graph import ExecGraph, Part
-from fxpar.runtime.micro import MicroRun, local_batch
+from fxpar.runtime.micro import MicroRun, local_batch, replica_of
 from fxpar.runtime.runner import Backend, Made, TrainRunner, own_memory, unheard
 from fxpar.runtime.spans import NO_SPANS, Spans
 from fxpar.schedule.mini_batch import Pace
@@ -21,7 +21,7 @@ class BoundGraph(TrainRunner[ExecGraph]):
 
     def __init__(self, program: ExecGraph, rank: int, groups: Mapping[str, str], compile: Backend = "eager") -> None:
         super().__init__(program, rank, groups, compile, dict(enumerate(program.body.results)))
-        self.replicas = range(program.strategy.replicas)
+        self.replica, self.replicas = replica_of(program, rank), range(program.strategy.replicas)
         for name in program.parts:
             self.compiled(name)
 
@@ -39,6 +39,7 @@ class BoundGraph(TrainRunner[ExecGraph]):
         `idle`: this replica has no micro-batch left but must take part in the others' collectives (ZeRO-2 and 3). It
         adds exact zeros and leaves the buffers alone; `batch` is any that has run before.
         """
+        self.expert_rows.idle = idle
         inputs = self.fill({"batch": batch, "scale": 0.0 if idle else scale, "seed": seed})
         operands, sums = self.gather("body", {"input": inputs}), self.sums.get("body")
         if sums is None:
@@ -70,9 +71,9 @@ class BoundGraph(TrainRunner[ExecGraph]):
 
     def finish(self) -> dict[str, Any]:
         """End a group: reduce. Returns {"loss": ..., "metrics": {name: sum}, "grads": {fqn: local}, "buffers": {fqn:
-        tensor}}, without a loss if the graph has none.
+        tensor}, "experts": what `ExpertRows.take` gives}, without a loss if the graph has none.
         """
-        found: dict[str, Any] = {"metrics": {}, "grads": {}, "buffers": {}}
+        found: dict[str, Any] = {"metrics": {}, "grads": {}, "buffers": {}, "experts": self.expert_rows.take()}
         for (kind, fqn), value in self.reduce().items():
             found["metrics" if kind == "loss" else f"{kind}s"][fqn] = value
         if "loss" in found["metrics"]:
@@ -80,10 +81,16 @@ class BoundGraph(TrainRunner[ExecGraph]):
         return found
 
     def run_forward(self, micro_batches: Sequence[MicroRun]) -> dict[str, Tensor]:
-        """As `BoundPipeline.run_forward`; its backward runs, too, whose gradients nobody takes: the graph is one."""
-        self.run_all(micro_batches)
-        found = self.finish()
-        return {"loss": found["loss"], **found["metrics"]}
+        """As `BoundPipeline.run_forward`."""
+        sums: list[Tensor] = []
+        for one in micro_batches:
+            batch = local_batch(self.program, one.load(), self.rank, self.device)
+            inputs = self.fill({"batch": batch, "scale": 0.0 if one.idle else one.scale, "seed": one.seed})
+            found = self.call("loss_body", self.gather("loss_body", {"input": inputs}))
+            sums = [before + more for before, more in zip(sums, found, strict=True)] if sums else found
+        sums = sums or [self.nothing(node) for node in self.program.loss_body.results]
+        names = [out.fqn for out in self.program.outputs if out.kind == "loss"]
+        return dict(zip(names, self.call("loss", self.gather("loss", {"body": sums})), strict=True))
 
 
 def bind(program: ExecGraph, rank: int, groups: Mapping[str, str], *, compile: Backend = "eager") -> BoundGraph:

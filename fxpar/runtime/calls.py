@@ -191,7 +191,7 @@ class PlainCalls:
         store, options = self.switching.store, self.switching.options
         teams = program.teams if isinstance(program, TeamsGraph) else (program,)
         tokens = [self.process_groups.names(team.mesh, team.axes()) for team in teams]
-        mine = next(number for number, team in enumerate(teams) if store.rank in team.mesh)
+        mine = program.team_of(store.rank) if isinstance(program, TeamsGraph) else 0
         plain = teams[mine]
         assert isinstance(plain, PlainGraph)
         runner = PlainRunner(plain, store.rank, tokens[mine], compile=self.compile, watched=self.watched)

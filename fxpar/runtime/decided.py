@@ -125,7 +125,7 @@ def decide(
     device = device or model_device(module)
     cluster = cluster_here(options.cluster, dist.get_world_size(), device)
     given = None if options.weights is None else Given.to(module, options.weights)
-    compiled = task.compiled or _compile(module, name, task, options)
+    compiled = task.compiled or _compile(module, name, task, options, cluster)
     _check_compiled(compiled, names, task, options)
     _check_placed(name, task, compiled)
     before = f"{name}: " if name else ""
@@ -151,15 +151,17 @@ def decide(
     return replace(decided, groups=groups)
 
 
-def _compile(module: nn.Module, name: str, task: Task, options: ParallelizeOptions) -> CompiledModel:
+def _compile(
+    module: nn.Module, name: str, task: Task, options: ParallelizeOptions, cluster: ClusterSpec
+) -> CompiledModel:
     if name:
         try:
-            return compile_task(module, task, None, options.precision, options.packed, options.passes)
+            return compile_task(module, task, None, options.precision, options.packed, options.passes, cluster)
         except Exception as error:
             error.add_note(f"in task {name!r}")
             raise
     assert task.strategies is not None
-    budget, how = task.token_budget, (options.precision, options.packed, options.passes)
+    budget, how = task.token_budget, (options.precision, options.packed, options.passes, cluster)
     return compile_strategies(module, task.strategies, task.loss, task.example, budget, *how)
 
 

@@ -31,9 +31,10 @@ from fxpar.cost.group_cost import Cost
 from fxpar.errors import ModelLengthError, NoGradError, ReplanError
 from fxpar.runtime.ahead import PlansAhead
 from fxpar.runtime.binding import Bound
+from fxpar.runtime.expert_rows import expert_layers
 from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.loss_scaler import LossScaler
-from fxpar.runtime.micro import MicroRun, replica_of
+from fxpar.runtime.micro import MicroRun
 from fxpar.runtime.mini_batch import GroupWork
 from fxpar.runtime.reading import Reading, Sequence_, TokenRows
 from fxpar.runtime.spans import GroupRun, Recorder
@@ -138,6 +139,11 @@ class Engine:
     def trained(self) -> set[str]:
         """Parameters that get a gradient."""
         return {out.fqn for bound in self.bound.values() for out in bound.program.outputs if out.kind == "grad"}
+
+    @cached_property
+    def expert_layers(self) -> dict[str, int]:
+        """How many experts there are by module, the same on all ranks."""
+        return expert_layers(self.gradients.programs.values())
 
     def plan(self, sequences: Sequence[Sequence_]) -> BatchPlan:
         """What `step` would run, in that order. Raises the errors of `fxpar.batching`."""
@@ -259,13 +265,13 @@ class Engine:
         program = bound.program
         if bound.rank not in program.mesh:
             return []
-        of_team = [group.replicas[i] for i in bound.replicas]
+        beside = [group.replicas[i] for i in bound.replicas]
 
         def load(micro: MicroBatch, text: str) -> Mapping[str, Tensor]:
             with self.phase(f"run {program.strategy}, {text}"):
                 return self.reading.row(program, sequences, micro)
 
-        mine, seed = of_team[replica_of(program, bound.rank)], self._seed()
+        mine, seed = group.replicas[bound.replica], self._seed()
         runs = [
             MicroRun(partial(load, micro, f"micro-batch {turn + 1} of {len(mine)}"), scale, seed)
             for turn, micro in enumerate(mine)
@@ -274,7 +280,7 @@ class Engine:
             # Any small batch will do: it counts nothing.
             micro = self.reading.shortest(sequences, group)
             idle = MicroRun(partial(load, micro, "no micro-batch left"), scale, idle=True)
-            runs += [idle] * (max(map(len, of_team)) - len(mine))
+            runs += [idle] * (max(map(len, beside)) - len(mine))
         return runs
 
     def _seed(self) -> int:

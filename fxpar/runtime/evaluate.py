@@ -21,7 +21,7 @@ from fxpar.lowering import lower
 from fxpar.runtime.binding import Bound, bind_here
 from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.engine import Engine
-from fxpar.runtime.micro import MicroRun, is_first_of_replica, replica_of
+from fxpar.runtime.micro import MicroRun, is_first_of_replica
 from fxpar.runtime.report import Evaluated, metrics_of
 from fxpar.runtime.step import Given, agreed
 from fxpar.switch import layout_of
@@ -91,7 +91,7 @@ class Evaluation:
         would not add up to whole counts.
         """
         program, rank = self.engine.bound[name].program, self.engine.bound[name].rank
-        mine = group.replicas[self.engine.bound[name].replicas[replica_of(program, rank)]]
+        mine = group.replicas[self.engine.bound[name].replica]
         found = dict.fromkeys(self._names(), 0.0)
         counts = is_first_of_replica(program, rank)
         for turn in range(group.slots):
@@ -131,11 +131,11 @@ class Evaluation:
         if name not in self._bound:
             self._bound[name] = self._bind(module, name)
         bound, engine = self._bound[name], self.engine
-        program, of_team = bound.program, [group.replicas[i] for i in bound.replicas]
+        program, beside = bound.program, [group.replicas[i] for i in bound.replicas]
         here = bound.rank in program.mesh
-        micro_batches = list(of_team[replica_of(program, bound.rank)]) if here else []
+        micro_batches = list(group.replicas[bound.replica]) if here else []
         staged, zero = isinstance(program, PipelineGraph), program.strategy.most_zero
-        idle = max(map(len, of_team)) - len(micro_batches) if zero == 3 or (zero and not staged) else 0
+        idle = max(map(len, beside)) - len(micro_batches) if zero == 3 or (zero and not staged) else 0
         row = partial(engine.reading.row, program, sequences)
         runs = [MicroRun(partial(row, micro), 1.0) for micro in micro_batches]
         spare = partial(row, engine.reading.shortest(sequences, group))

@@ -81,8 +81,9 @@ def as_one_sequence(inputs: Sequence[Input], batch: Mapping[str, Tensor], index:
 def replica_of(program: Program, rank: int) -> int:
     """The data-parallel replica of a rank, as those of all teams are counted."""
     if isinstance(program, TeamsGraph):
-        team = program.team_of(rank)
-        return program.replicas_of(team)[replica_of(program.teams[team], rank)]
+        number = program.team_of(rank)
+        team, first = program.teams[number], program.mesh_of(number).ranks[0]
+        return program.replicas_of(number)[replica_of(team, rank) - replica_of(team, first)]
     return next(placed.mesh.index(rank, REPLICAS) for placed in program.placed if rank in placed.mesh)
 
 

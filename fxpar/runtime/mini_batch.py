@@ -52,6 +52,7 @@ class MiniBatch:
     border_factor: float = 1.0  # on what switches and reductions are predicted to take
     losses: list[float] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)  # of each group, sums by the names of results
+    experts: list[Mapping[str, Tensor]] = field(default_factory=list)  # of each group, rows by module (`ExpertRows`)
     _grads: dict[int, Handed] = field(default_factory=dict)
     _moved: dict[GroupAction, int] = field(default_factory=dict)
     _arrivals: dict[int, Arrivals] = field(default_factory=dict)
@@ -106,6 +107,7 @@ class MiniBatch:
             result: Mapping[str, Any] = bound.finish()
             self.losses.append(float(result["loss"]))
             self.metrics.append({name: float(value) for name, value in result["metrics"].items()})
+        self.experts.append(result["experts"])
         self.buffers.update(result["buffers"])
         made(result["grads"])
 

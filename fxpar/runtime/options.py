@@ -205,12 +205,13 @@ def compile_strategies(
     precision: Precision | str | None = None,
     packed: bool | None = None,
     passes: Ladder | None = None,
+    cluster: ClusterSpec | None = None,
 ) -> CompiledModel:
     """Capture `module` and lower it for all strategies; no process group. Raises what `capture`, `with_precision` and
     `lower` raise.
 
-    A strategy's budget for saved activations (`+remat(200MB)`) is meant at `token_budget`; `packed` and `passes`, as in
-    `parallelize`.
+    A strategy's budget for saved activations (`+remat(200MB)`) is meant at `token_budget`; `packed`, `passes` and
+    `cluster` as in `parallelize`.
     """
     check_strategies(strategies)
     with collector_paused():
@@ -218,7 +219,7 @@ def compile_strategies(
         logical = capture_step(module, loss, example)
         rows, unpacked = packed_if_proved(logical, force=bool(packed))
         captured = time.process_time()
-        programs = _programs(rows, strategies, token_budget, as_precision(precision), passes)
+        programs = _programs(rows, strategies, token_budget, as_precision(precision), passes, cluster)
         timings = {"capture_cpu_s": captured - begun, "lower_cpu_s": time.process_time() - captured}
         return CompiledModel(logical, programs, timings, as_precision(precision), rows.packing, unpacked)
 
@@ -230,6 +231,7 @@ def compile_task(
     precision: Precision | str | None = None,
     packed: bool | None = None,
     passes: Ladder | None = None,
+    cluster: ClusterSpec | None = None,
 ) -> CompiledModel:
     """`compile_strategies` for a task, whose own strategies go first; programs have only the parameters that it reads.
 
@@ -245,7 +247,7 @@ def compile_task(
         read, unpacked = without_unread(logical), "its batches are whole"
         if is_row_of_tokens(logical):
             read, unpacked = packed_if_proved(read, force=bool(packed))
-        programs = _programs(read, given, task.token_budget, as_precision(precision), passes)
+        programs = _programs(read, given, task.token_budget, as_precision(precision), passes, cluster)
         return CompiledModel(logical, programs, {}, as_precision(precision), read.packing, unpacked)
 
 
@@ -261,6 +263,7 @@ def _programs(
     token_budget: int | Mapping[int, int] | None,
     how: Precision,
     passes: Ladder | None,
+    cluster: ClusterSpec | None,
 ) -> dict[str, TrainGraph]:
     """A graph of rows, lowered for each strategy."""
     computed = with_precision(rows, how)
@@ -272,7 +275,8 @@ def _programs(
     sizes = {dim.name for dim in rows.dims} & {"T"}
     programs = {}
     for name, strategy in by_name.items():
-        ladder = default_passes(for_store=True, sizes=dict.fromkeys(sizes, tokens[strategy]), **dtypes)
+        at = dict.fromkeys(sizes, tokens[strategy])
+        ladder = default_passes(for_store=True, sizes=at, cluster=cluster, **dtypes)
         programs[name] = lower(computed, strategy, passes=ladder if passes is None else _given_passes(passes, ladder))
     return programs
 

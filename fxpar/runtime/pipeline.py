@@ -112,7 +112,7 @@ class BoundPipeline:
     ) -> None:
         self.program, self.rank, self.replicas = program, rank, range(program.strategy.replicas)
         self._channels, self._column = channels, column
-        self._column_ranks, self._replica = program.column_of(rank), replica_of(program, rank)
+        self._column_ranks, self.replica = program.column_of(rank), replica_of(program, rank)
         self.stages = {
             stage.index: BoundStage(stage, rank, groups[stage.index], compile) for stage in program.stages_of(rank)
         }
@@ -174,6 +174,7 @@ class BoundPipeline:
             elif isinstance(step, Receive):
                 self._receive(step.transfer, plan, group)
             elif isinstance(step, Wait):
+                self._begin(step.transfer, group)
                 with spans.span("wait", step.transfer.micro_batch, step.transfer.target):
                     self._wait(step.transfer, group)
             else:
@@ -183,7 +184,7 @@ class BoundPipeline:
 
     def finish(self) -> dict[str, Any]:
         """End a group: reduce. Returns {"loss": ..., "metrics": {name: sum}, "grads": {fqn: local}, "buffers": {fqn:
-        tensor}}.
+        tensor}, "experts": as of a `BoundGraph`}.
 
         Loss, metrics and buffers are those of all stages; a gradient is what this rank's stages give: of a parameter on
         several stages one term of the sum.
@@ -202,7 +203,14 @@ class BoundPipeline:
                     value = made.get(stage.index, {}).get((kind, fqn))
                     shared[kind][fqn] = self._broadcast(value, stored, source)
         loss = shared["loss"].pop("loss")
-        return {"loss": loss, "metrics": shared["loss"], "grads": grads, "buffers": shared["buffer"]}
+        experts = {fqn: rows for stage in self.stages.values() for fqn, rows in stage.expert_rows.take().items()}
+        return {
+            "loss": loss,
+            "metrics": shared["loss"],
+            "grads": grads,
+            "buffers": shared["buffer"],
+            "experts": experts,
+        }
 
     def run_forward(self, micro_batches: Sequence[MicroRun]) -> dict[str, Tensor]:
         """Forwards alone, after `prepare`: the "loss" and metrics of all micro-batches of all replicas, by name.
@@ -277,7 +285,7 @@ class BoundPipeline:
         values = group.received.pop(transfer, {})
         dims = group.dims[transfer.micro_batch]
         for handover in self._handovers[_SENT[transfer.what], transfer.stage]:
-            for message in handover.messages(dims, self._replica):
+            for message in handover.messages(dims, self.replica):
                 if message.source == self.rank:
                     piece = _part(values[handover.fqn], message.taken).contiguous()
                     group.sending.append((self._channels.send(piece, message.target), piece))
@@ -292,12 +300,21 @@ class BoundPipeline:
         for handover in self._handovers[_SENT[transfer.what], transfer.stage]:
             meta = handover.taken.local
             value = torch.empty(meta.sizes(dims), dtype=meta.dtype, device=self._device)
-            for message in handover.messages(dims, self._replica):
+            for message in handover.messages(dims, self.replica):
                 if message.target == self.rank:
                     place = _part(value, message.put)
                     buffer = place if place.is_contiguous() else torch.empty_like(place)
                     work = self._channels.receive(buffer, message.source)
                     arriving.append(_Arriving(handover.fqn, value, place, buffer, work))
+
+    def _begin(self, transfer: Transfer, group: _Group) -> None:
+        """While activations come, the forward that needs them does what it needs none for."""
+        if transfer.what == "activation":
+            number, stage = transfer.micro_batch, self.stages[transfer.target]
+            run = group.micro_batches[number]
+            batch = local_batch(stage.program, self._batch(number, group), self.rank, self._device)
+            coming = {each.fqn: each.value for each in group.arriving[transfer]}
+            stage.begin(number, batch, coming, run.scale, run.seed, run.idle)
 
     def _wait(self, transfer: Transfer, group: _Group) -> None:
         found = {}

@@ -22,7 +22,7 @@ from fxpar.batching.collate import (
     valid_tokens,
 )
 from fxpar.batching.ids import IdLimit, check_ids
-from fxpar.errors import BatchIdError, MiniBatchError, NoValidTokenError, WholeBatchError, a_type, nearest
+from fxpar.errors import BatchIdError, NoValidTokenError, WholeBatchError, WholeBatchesError, a_type, nearest
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import TOKENS, LogicalGraph, TensorMeta, dim_symbol
 from fxpar.losses import IGNORE_INDEX
@@ -120,7 +120,7 @@ class WholeBatches(Reading):
 
     def check(self, items: Sequence[Sequence_]) -> None:
         if not isinstance(items, list | tuple):
-            raise MiniBatchError(items)
+            raise WholeBatchesError(items, self.keys)
         for index, item in enumerate(items):
             self._check(index, item)
         for key, limit in self.id_limits.items():
@@ -150,12 +150,15 @@ class WholeBatches(Reading):
             ):
                 why = f"has {key!r} of shape {list(value.shape)}; the captured step reads [{wanted}]"
                 raise WholeBatchError(index, f"{why}, where one letter is one size in all of its tensors")
+            if not value.numel():
+                raise WholeBatchError(index, f"has {key!r} of shape {list(value.shape)}: leave empty batches out")
 
     def check_present(self, items: Sequence[Sequence_], keys: Collection[str], first: int = 0) -> None:
         for index, item in enumerate(items, first):
             for key in keys:
                 if key not in item:
-                    raise WholeBatchError(index, f"has no {key!r}, which the step reads; it has {', '.join(item)}")  # type: ignore[arg-type]
+                    has = f"it has {', '.join(item)}" if len(item) else "it is empty"  # type: ignore[arg-type]
+                    raise WholeBatchError(index, f"has no {key!r}, which the step reads; {has}")
 
     def apart(self, items: Sequence[Sequence_]) -> list[Sequence_]:
         return list(items)

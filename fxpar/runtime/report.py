@@ -46,6 +46,40 @@ class GroupReport:
 
 
 @dataclass(frozen=True)
+class ExpertLoad:
+    """How even the work of one module's experts was in a mini-batch: rows that went to each expert, and rows that each
+    rank of the world has computed. A row is a token for one of its experts; padding counts. `wanted` are the rows that
+    the router sent to each expert where a capacity has left some out, else ().
+    """
+
+    module: str
+    experts: tuple[float, ...]
+    ranks: tuple[float, ...]
+    wanted: tuple[float, ...] = ()
+
+    @property
+    def dropped(self) -> float:
+        """The share of rows that a capacity has left out."""
+        return 1.0 - math.fsum(self.experts) / math.fsum(self.wanted) if self.wanted else 0.0
+
+    @property
+    def expert_balance(self) -> float:
+        """Rows of the fullest expert over the mean; 1 is even."""
+        return max(self.experts) / (math.fsum(self.experts) / len(self.experts))
+
+    def figures(self) -> dict[str, float]:
+        """What a record of a run has of it."""
+        found = {"experts": self.expert_balance, "ranks": self.rank_balance}
+        return {**found, "dropped": self.dropped} if self.wanted else found
+
+    @property
+    def rank_balance(self) -> float:
+        """Rows of the fullest rank over the mean of those that have had any; 1 is even."""
+        ranks = [rows for rows in self.ranks if rows]
+        return max(ranks) / (math.fsum(ranks) / len(ranks))
+
+
+@dataclass(frozen=True)
 class StepReport:
     """One mini-batch: `loss` is the mean over its valid tokens (with a denominator, the sum divided by that), the same
     on every rank; groups in order of running. `metrics` are those that the loss function returns beside the loss, over
@@ -53,6 +87,8 @@ class StepReport:
 
     `predicted_s` is what the mini-batch was predicted to take: of `wall_s` all but `plan_s`.
     `packed`: several sequences may have shared a row; if not, each ran alone.
+    `experts` has the loads of all modules with experts, in the order of the model, over the whole mini-batch (also of
+    all tasks) and the same on every rank; not with `compile="inductor"`, whose graphs nobody looks into.
     `trace` is there if spans are recorded (`parallelize(..., record=True)`).
     `tasks` has a report of each task that had a batch, by name: what is of the whole mini-batch (times, `skipped`) is
     in each, its `loss` is without its weight. The whole has the weighted sum, and metrics called "task/metric".
@@ -73,6 +109,7 @@ class StepReport:
     packed: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     tasks: Mapping[str, StepReport] = field(default_factory=dict)
+    experts: tuple[ExpertLoad, ...] = ()
     trace: StepTrace | None = field(default=None, repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:

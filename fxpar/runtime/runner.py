@@ -17,6 +17,7 @@ from fxpar.ir.pipeline_graph import StageProgram
 from fxpar.passes.accumulate_gradients import accumulate
 from fxpar.passes.write_in_place import functional
 from fxpar.runtime.arrivals import Arrivals, hand_over, wait_before_use
+from fxpar.runtime.expert_rows import ExpertRows
 from fxpar.runtime.gloo import graph_of_rank
 from fxpar.runtime.host import CudaStreams, HostCopies, copy_beside_kernels
 from fxpar.torch_api.boxed import compile_boxed
@@ -104,7 +105,7 @@ class Runner(Generic[P]):
         if key not in self._compiled:
             part = getattr(self.program, name)
             graph = graph_of_rank(part.graph, self._groups, self._indices)
-            if name in ("input_part", "weight_part"):
+            if name in ("input_part", "weight_part", "early", "late"):
                 # In the joint order nothing reads later what an op writes over; in that of the halves something may.
                 functional(graph)
             if keep is not None:
@@ -132,7 +133,7 @@ class TrainRunner(Runner[T], ABC):
     `ends` are the results of the first part of a micro-batch that the epilogue reads, by position. `sums` are the
     tables that it reads: what the micro-batches add up to, and the buffers that the last one left. `final` are the
     gradients that it leaves as they are, by their places in those tables: whoever sets `made` before the last
-    micro-batch is given each of them as soon as it is there.
+    micro-batch is given each of them as soon as it is there. `expert_rows` counts rows where the backend is eager.
     """
 
     def __init__(
@@ -143,11 +144,13 @@ class TrainRunner(Runner[T], ABC):
         self.sums: dict[str, list[Any]] = {}
         self.final = final_gradients(program)
         self.made: Made = unheard
+        self.expert_rows = ExpertRows(program.mesh, rank)
         self._arrivals: Arrivals | None = None
 
     def finish_graph(self, graph: fx.Graph, part: Part) -> None:
         if self._backend != "eager":
             return
+        self.expert_rows.watch(graph)
         wait_before_use(graph, part, self.program, self._wait)
         skipped = self.before_gradients(part)
         if skipped is not None:
@@ -171,6 +174,7 @@ class TrainRunner(Runner[T], ABC):
         `arrivals` are under way, each parameter is waited for where it is first used.
         """
         self._arrivals, self.made = arrivals, unheard
+        self.expert_rows.take()
         if arrivals is not None and self._backend != "eager":
             arrivals.wait_for_all()
         self.move_to((*params.values(), *buffers.values()))

@@ -32,6 +32,7 @@ class BoundStage(TrainRunner[StageProgram]):
         results = program.forward.results
         super().__init__(program, rank, groups, compile, {i: results[i] for i in self._ends})
         self._kept: dict[int, dict[str, dict[int, Any]]] = {}  # what each micro-batch leaves for its backward
+        self._begun: dict[int, list[Any]] = {}  # what each has of its forward already
 
     def before_gradients(self, part: Part) -> int | None:
         if part is self.program.weight_part:
@@ -43,7 +44,25 @@ class BoundStage(TrainRunner[StageProgram]):
     ) -> None:
         """Start a group, as a TrainRunner does, without a micro-batch under way."""
         self._kept.clear()
+        self._begun.clear()
         super().prepare(params, buffers, arrivals)
+
+    def begin(
+        self,
+        micro_batch: int,
+        batch: Mapping[str, Tensor],
+        received: Mapping[str, Tensor],
+        scale: float,
+        seed: int,
+        idle: bool,
+    ) -> None:
+        """Run what of a forward needs no values of what is `received`, its sizes at most, if there is such work and it
+        has not run yet.
+        """
+        if self.program.early is not None and micro_batch not in self._begun:
+            given = {"batch": batch, "received": received, "scale": 0.0 if idle else scale, "seed": seed}
+            inputs = self.fill(given)
+            self._begun[micro_batch] = self.call("early", self.gather("early", {"input": inputs}))
 
     def forward(
         self,
@@ -61,7 +80,13 @@ class BoundStage(TrainRunner[StageProgram]):
         """
         given = {"batch": batch, "received": received, "scale": 0.0 if idle else scale, "seed": seed}
         tables = {"input": self.fill(given)}
-        results = tables["forward"] = self.call("forward", self.gather("forward", tables))
+        self.expert_rows.idle = idle
+        self.begin(micro_batch, batch, received, scale, seed, idle)
+        if self.program.early is None:
+            operands, rest = self.gather("forward", tables), "forward"
+        else:
+            operands, rest = self.gather("late", {**tables, "early": self._begun.pop(micro_batch)}), "late"
+        results = tables["forward"] = self.call(rest, operands)
         ends = self.sums.setdefault("forward", [None] * self._ends.stop)
         for i in self._ends:
             before = None if i in self.buffers else ends[i]

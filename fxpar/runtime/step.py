@@ -16,6 +16,7 @@ from fxpar.errors import FxparError, NanLossError
 from fxpar.runtime.agree import check_same_batch
 from fxpar.runtime.binding import Bound
 from fxpar.runtime.engine import Engine, Given, Share
+from fxpar.runtime.expert_rows import expert_loads
 from fxpar.runtime.mini_batch import GroupWork, MiniBatch
 from fxpar.runtime.modes import cast_as_captured, deterministic_kernels
 from fxpar.runtime.report import GroupReport, StepReport, metrics_of
@@ -101,7 +102,15 @@ def _step(given: Sequence[Given], buffers: dict[str, Tensor]) -> StepReport:
     skipped = _overflowed(engine, factor) or _is_no_number(engine, losses, batch.groups)
     for share in shares:
         share.engine.steps += 1
-    spent = {"wall_s": time.perf_counter() - begun, "plan_s": planned - begun, "skipped": skipped}
+    loads = expert_loads(
+        batch.experts,
+        engine.expert_layers,
+        engine.gradients.store.rank,
+        engine.switching.world,
+        engine.device,
+        engine.world_group,
+    )
+    spent = {"wall_s": time.perf_counter() - begun, "plan_s": planned - begun, "skipped": skipped, "experts": loads}
     found = []
     for number, share in enumerate(shares):
         own = [place for place, (of, _) in enumerate(works) if of == number]

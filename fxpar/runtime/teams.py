@@ -10,26 +10,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
+from fxpar.ir.teams import in_step
 from fxpar.runtime.arrivals import Arrivals
 from fxpar.runtime.bound import BoundGraph
-from fxpar.runtime.micro import MicroRun
+from fxpar.runtime.micro import MicroRun, is_first_of_replica, replica_of
 from fxpar.runtime.pipeline import BoundPipeline
 from fxpar.runtime.runner import Made, unheard
 from fxpar.runtime.spans import NO_SPANS, Spans
 
 
 class BoundTeam:
-    """The program of a rank's team, called like any other. `replicas` are those of the team as all teams' are counted;
-    loss and metrics are sums over all teams, which `ranks`, the process group of all of their ranks, adds up.
+    """The program of a rank's team, called like any other. `replica` and `replicas` (those beside it) are as all teams'
+    are counted; loss and metrics are sums over all teams, which `ranks`, the process group of all of their ranks, adds
+    up.
     """
 
     pace = None  # teams get on in paces of their own: weights come before a group, gradients leave behind it
 
     def __init__(self, teams: TeamsGraph, bound: BoundGraph | BoundPipeline, ranks: Any) -> None:
         number = teams.team_of(bound.rank)
-        self.program, self.rank, self.replicas = bound.program, bound.rank, teams.replicas_of(number)
+        self.program, self.rank = bound.program, bound.rank
+        self.replica, self.replicas = replica_of(teams, bound.rank), teams.beside(number)
         self._bound, self._ranks = bound, ranks
-        self._tells = bound.rank == teams.teams[number].mesh.ranks[0]
+        first = bound.rank == teams.mesh_of(number).ranks[0]
+        self._tells = is_first_of_replica(bound.program, bound.rank) if in_step(teams.strategy) else first
 
     def prepare(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], arrivals: Arrivals | None = None
@@ -52,7 +56,9 @@ class BoundTeam:
         return self._total(self._bound.run_forward(micro_batches))
 
     def _total(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The sums over teams of what each has found; all ranks of a team have found the same."""
+        """The sums over teams of what each has found. All ranks of a team have found the same; in step those of a
+        replica have.
+        """
         sums = torch.stack([value.double() * self._tells for value in mine.values()])
         dist.all_reduce(sums, group=self._ranks)
         return {name: one.to(value.dtype) for (name, value), one in zip(mine.items(), sums, strict=True)}
@@ -65,7 +71,7 @@ class BoundElsewhere:
 
     def __init__(self, program: TrainGraph, rank: int) -> None:
         self.program, self.rank = program, rank
-        self.replicas = range(program.strategy.replicas)
+        self.replica, self.replicas = 0, range(program.strategy.replicas)
 
     def prepare(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], arrivals: Arrivals | None = None
@@ -79,7 +85,7 @@ class BoundElsewhere:
     def finish(self) -> dict[str, Any]:
         """Results as of `BoundGraph.finish`: this rank has none."""
         sums = self.run_forward(())
-        return {"loss": sums.pop("loss"), "metrics": sums, "grads": {}, "buffers": {}}
+        return {"loss": sums.pop("loss"), "metrics": sums, "grads": {}, "buffers": {}, "experts": {}}
 
     def run_forward(self, micro_batches: Sequence[MicroRun]) -> dict[str, Tensor]:
         """As `BoundPipeline.run_forward`: zeros."""

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fxpar.errors import PlanOptionError
-from fxpar.search.driver import Found, Problem, find_plan_of
+from fxpar.search.driver import find_plan_of
 from fxpar.search.known import Said
 from fxpar.search.price import Lower
+from fxpar.search.problem import Found, Problem
 from fxpar.search.switching import Outlines
 
 WITHIN = 0.02  # of the best rate: what a smaller mini-batch may lose

@@ -12,15 +12,19 @@ from fxpar.annotate.experts import experts_of
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.exec_graph import Outline
 from fxpar.ir.graph import DOCUMENTS, LogicalGraph
+from fxpar.ir.node_meta import is_backward, tensor_of
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import LowerAlike, default_passes, lower, outline
-from fxpar.search.driver import Found, Problem, Said, find_plan
+from fxpar.ops.traits import ATTENTION
+from fxpar.search.driver import find_plan
+from fxpar.search.known import Said
 from fxpar.search.plan_file import Plan, PlanGroup
 from fxpar.search.price import Depth, Lower, extrapolated
 from fxpar.search.pricing import PricedSet
-from fxpar.search.space import placed_alike, shapes
+from fxpar.search.problem import Found, Problem
+from fxpar.search.space import placed_alike, shapes, with_rings
 from fxpar.search.switching import Outlines
 
 MAX_STRATEGIES = 3  # of a plan, unless it is said
@@ -62,6 +66,13 @@ def of_ranks(cluster: ClusterSpec, world: int) -> ClusterSpec:
     return cluster.with_nodes(world // local, local)
 
 
+def kv_heads(logical: LogicalGraph) -> int | None:
+    """Key-value heads of the attention of a model, of several kinds what divides them all; None without attention."""
+    nodes = (node for node in logical.gm.graph.nodes if node.target in ATTENTION and not is_backward(node))
+    found = [int(tensor_of(node.args[1]).shape[1]) for node in nodes]
+    return math.gcd(*found) if found else None
+
+
 def problem_of(
     rows: Rows,
     depth: Depth,
@@ -69,15 +80,18 @@ def problem_of(
     batches: Sequence[Sequence[int]],
     longest: int,
     memory_bytes: int | None,
+    rings: bool = False,
 ) -> Problem:
     """What to search for a model: every shape of strategy on the cluster, up to as many strategies as plans have by
-    default. `batches` are lengths by mini-batch, `longest` is what the last group takes.
+    default; with `rings` also those with rings where key-value heads bound cp. `batches` are lengths by mini-batch,
+    `longest` is what the last group takes.
     """
     logical = rows(depth.samples(1)[0])
     inputs = {info.fqn for info in logical.inputs}
-    experts = experts_of(logical)
+    found = shapes(cluster.world, cluster.devices_per_node, depth.most_stages, experts_of(logical))
+    heads = kv_heads(logical) if rings else None
     return Problem(
-        shapes=tuple(shapes(cluster.world, cluster.devices_per_node, depth.most_stages, experts)),
+        shapes=tuple(found if heads is None else with_rings(found, heads)),
         cluster=cluster,
         batches=tuple(map(tuple, batches)),
         longest=longest,

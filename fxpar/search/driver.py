@@ -10,7 +10,8 @@ pipelines    those of the best sets are tried under zb_h1, which waits less and 
 teams        if they may be, the best wide replicas beside the best narrow ones are strategies too
 rules        the best set and the best single strategy are tried with rules per module and with stages that differ, see
              `fxpar.search.ruled`
-bound        each mini-batch cut at its own best limits, without borders and rests: no set without rules takes less
+bound        each mini-batch cut at its own best limits, without borders and rests: no set without rules takes less.
+             With rules, each module at its cheapest too, see `fxpar.search.ideal`
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from functools import cached_property
 
 import numpy as np
 
-from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import NoCandidateError, SequenceFitsNowhereError
 from fxpar.ir.collector import collector_paused
-from fxpar.ir.strategy import Strategy
+from fxpar.ir.strategy import Strategy, of_degrees
 from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
 from fxpar.search.chunked import ChunkSearch
+from fxpar.search.ideal import Kernels, ideal_seconds
 from fxpar.search.known import KnownModel, Said
 from fxpar.search.lengths import length_edges
-from fxpar.search.price import Depth, Lower, Priced, optimizer_s
+from fxpar.search.price import Lower, Priced, optimizer_s
 from fxpar.search.pricing import PricedSet, SetPricer, different, guessed_border_s
+from fxpar.search.problem import Found, Problem
 from fxpar.search.proposals import Chosen
 from fxpar.search.ruled import RuleSearch
 from fxpar.search.sets import Groups, RankedSet, ranked_sets
@@ -44,71 +46,6 @@ from fxpar.search.teams import Teams, pairs, without_teams
 PLANNED = 48  # sets that are planned at most
 GUESSES = (StagedGuess, Teams)  # nothing was lowered for them
 CLOSE = 0.01  # by so much a set may be slower than it was ranked
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What a plan is for: `shapes` to try, mini-batches to price with, the longest sequence, bytes of a device."""
-
-    shapes: tuple[Strategy, ...]
-    cluster: ClusterSpec
-    batches: tuple[tuple[int, ...], ...]
-    longest: int
-    memory_bytes: int | None
-    max_strategies: int
-    depth: Depth
-    packed: bool = True
-    overlap: bool = False
-    keep: int = 3
-    rules: bool = False
-    teams: bool = False
-
-    @property
-    def anchors(self) -> tuple[int, int]:
-        """Tokens of the micro-batches for which memory is predicted."""
-        return min(256, self.longest), max(*map(sum, self.batches), 2 * self.longest)
-
-    @property
-    def mean_tokens(self) -> float:
-        """Of a mini-batch."""
-        return sum(map(sum, self.batches)) / len(self.batches)
-
-    def known(self, lower: Lower, outlines: Outlines) -> KnownModel:
-        """What `find_plan_of` starts with."""
-        return KnownModel(lower, outlines, self.cluster, self.depth, self.anchors)
-
-
-@dataclass(frozen=True)
-class Found:
-    """The best sets, best first; the best single strategy; the seconds that no set without rules can undercut, and the
-    best of these; what was looked at. `refused` are strategies that the model cannot be lowered to, and why.
-    """
-
-    plans: tuple[PricedSet, ...]
-    best_static: PricedSet
-    lower_bound_s: float
-    uniform_s: float
-    evaluated: int
-    pruned: int
-    planned_sets: int
-    refused: dict[str, str]
-    search_cpu_s: float
-    ruled: int = 0  # strategies with rules that were lowered for a set
-
-    @property
-    def won(self) -> float:
-        """By which share of its time rules make the best set without them faster."""
-        return 1.0 - self.plans[0].predicted_s / self.uniform_s
-
-    @property
-    def speedup(self) -> float:
-        """Of the best set over the best single strategy."""
-        return self.best_static.predicted_s / self.plans[0].predicted_s
-
-    @property
-    def gap(self) -> float:
-        """By which share of its time the best set without rules may be longer than the best there is."""
-        return 1.0 - self.lower_bound_s / self.uniform_s
 
 
 def find_plan(problem: Problem, lower: Lower, outlines: Outlines, said: Said = lambda _: None) -> Found:
@@ -224,7 +161,8 @@ class _Search:
         return Found(
             plans=tuple(plans),
             best_static=static,
-            lower_bound_s=min(bound + self.pricer.optimizer_s, self.uniform_s),
+            lower_bound_s=min(self._bound_with_rules() + self.pricer.optimizer_s, plans[0].predicted_s),
+            uniform_bound_s=min(bound + self.pricer.optimizer_s, self.uniform_s),
             uniform_s=self.uniform_s,
             evaluated=len(self.candidates),
             pruned=self.pruned,
@@ -233,6 +171,15 @@ class _Search:
             search_cpu_s=time.process_time() - begun,
             ruled=self.rules.lowered,
         )
+
+    def _bound_with_rules(self) -> float:
+        """Seconds of a mini-batch that no set undercuts, one with rules if these are searched."""
+        least = self.least
+        if self.problem.rules:
+            whole = self.known.candidate(of_degrees(self.problem.cluster.world, 1, 1, 1), self.said)
+            kernels = Kernels.of(whole)
+            least = np.minimum(least, ideal_seconds(kernels, self.candidates, self.intervals, self.pricer.largest))
+        return least_mini_batch(least, self.problem.max_strategies)
 
     def _ranked(self, most: int, teams: bool = False) -> list[RankedSet]:
         """Sets of at most so many strategies, with or without teams, whose bounds are low: they would crowd out all."""

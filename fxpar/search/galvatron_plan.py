@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,7 @@ from fxpar.ir.remat import Remat
 from fxpar.ir.strategy import SINGLE, Strategy, of_degrees
 from fxpar.ir.strategy_text import Pipeline
 from fxpar.search.json_file import JsonFile
+from fxpar.search.plan_file import Plan, PlanGroup
 
 _PER_LAYER = ("tp_sizes_enc", "dp_types_enc", "use_sp", "checkpoint", "cp_sizes_enc", "tp_consecutive_flags")
 _NEEDED = ("pp_deg", "tp_sizes_enc", "dp_types_enc", "global_bsz", "chunks")
@@ -92,6 +94,16 @@ def as_strategy(plan: GalvatronPlan, layers: str = "model.layers") -> Strategy:
     outer = tuple(axis for axis in ((REPLICAS, replicas), (STAGES, plan.ends.stages)) if axis[1] > 1)
     pipeline = Pipeline(schedule, cuts=tuple(cuts))
     return Strategy((*outer, *axes) or SINGLE.axes, sp, plan.ends.zero, pipeline=pipeline, rules=tuple(rules))
+
+
+def as_plan(plan: GalvatronPlan, layers: str, seq_len: int, model: str, options: Sequence[str]) -> Plan:
+    """As `fxpar train --plan` takes it, for a model whose layers are in the list `layers`, and sequences of at most
+    `seq_len` tokens. A micro-batch holds as many sequences as in the plan.
+    """
+    strategy = as_strategy(plan, layers)
+    each = math.ceil(plan.batch / plan.micro_batches / strategy.replicas)  # sequences
+    group = PlanGroup(seq_len, str(strategy), max(each, strategy.bins) * seq_len)
+    return Plan(model, plan.devices, plan.batch * seq_len, (group,), tuple(options))
 
 
 def _roles(layer: LayerStrategy, replicas: int) -> tuple[tuple[tuple[str, int], ...], bool]:

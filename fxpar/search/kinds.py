@@ -17,8 +17,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.group import of_strategy, rank_costs
-from fxpar.cost.group_cost import GroupCost
+from fxpar.cost.group import rank_costs
 from fxpar.cost.polynomial import Polynomial
 from fxpar.errors import NotYetError
 from fxpar.ir.fqn import block_of
@@ -170,9 +169,8 @@ class MixedCandidate(Candidate):
         return replace(self, strategy=strategy, more=more, stands=tuple(stands) if own else ())
 
     @cached_property
-    def cost(self) -> GroupCost:
-        found = [self.seconds_at(place, more) for place, more in enumerate(self.more)]
-        return of_strategy(found, self.strategy, self.cluster)
+    def by_position(self) -> Sequence[Polynomial]:
+        return [self.seconds_at(place, more) for place, more in enumerate(self.more)]
 
     def seconds_at(self, place: int, more: Sequence[int]) -> Polynomial:
         """Of a micro-batch at a place of the pipeline that has so many more layers."""

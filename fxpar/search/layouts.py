@@ -49,7 +49,7 @@ def _grown_list(one: Candidate) -> str | None:
     if len(one.programs) == 1:
         return None
     few, more = ({info.fqn for info, _ in program.params()} for program in one.programs)
-    lists = {_list_of(fqn) for fqn in more - few}
+    lists = {list_of(fqn) for fqn in more - few}
     return lists.pop() or None if len(lists) == 1 else None
 
 
@@ -72,7 +72,7 @@ def _of_equal_stages(one: Candidate, layers: int) -> ParamLayout | None:
 
 def _numbers(stage: StageProgram, blocks: str) -> set[int]:
     """Of the layers that a stage has."""
-    mine = {block_of(info.fqn) for info, _ in stage.params() if _list_of(info.fqn) == blocks}
+    mine = {block_of(info.fqn) for info, _ in stage.params() if list_of(info.fqn) == blocks}
     return {int(block.rpartition(".")[2]) for block in mine}
 
 
@@ -81,20 +81,20 @@ def _standing_for(shallow: ParamLayout, blocks: str, stands: Sequence[int | None
     inside: dict[int, list[str]] = {}
     found: dict[str, PlacedParam] = {}
     for fqn, param in shallow.params.items():
-        if _list_of(fqn) == blocks:
+        if list_of(fqn) == blocks:
             inside.setdefault(int(block_of(fqn).rpartition(".")[2]), []).append(fqn)
         elif not inside:
             found[fqn] = param
     for layer, stand in enumerate(stands):
         for fqn in inside[stand or 0]:
             found[f"{blocks}.{layer}{fqn.removeprefix(f'{blocks}.{stand}')}"] = shallow.params[fqn]
-    return found | {fqn: param for fqn, param in shallow.params.items() if _list_of(fqn) != blocks and fqn not in found}
+    return found | {fqn: param for fqn, param in shallow.params.items() if list_of(fqn) != blocks and fqn not in found}
 
 
 Deep = dict[str, tuple[PlacedParam, int]]  # by name: where it lies, its layer (-1: before all, `layers`: behind)
 
 
-def _list_of(fqn: str) -> str:
+def list_of(fqn: str) -> str:
     """`model.layers` of `model.layers.3.mlp`."""
     return block_of(fqn).rpartition(".")[0]
 
@@ -104,7 +104,7 @@ def _deepened(more: ParamLayout, blocks: str, samples: tuple[int, ...], layers: 
     kept: dict[int, list[str]] = {}
     found: Deep = {}
     for fqn, param in more.params.items():
-        if _list_of(fqn) == blocks:
+        if list_of(fqn) == blocks:
             kept.setdefault(int(block_of(fqn).rpartition(".")[2]), []).append(fqn)
         else:
             found[fqn] = (param, layers if kept else -1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from fxpar.chunks import loss_span
 from fxpar.cost.calls import NOMINAL_TOKENS, node_costs
 from fxpar.cost.ops import local_metas
 from fxpar.ir.axes import STAGES
@@ -64,6 +65,14 @@ def experts_by_glob(flat: Candidate, layers: Layers) -> dict[str, int]:
 
 def _nodes(flat: Candidate) -> Iterator[fx.Node]:
     return (node for part in flat.programs[-1].parts.values() for node in part.graph.nodes)
+
+
+def glob_of_head(flat: Candidate, layers: Layers) -> str | None:
+    """Glob of the position that makes the logits; None without a loss over classes. `flat` has no stages."""
+    program = flat.programs[-1]
+    calls = [node for node in program.parts["body"].graph.nodes if node.op == "call_function"]
+    span = loss_span(calls, program.dims)
+    return None if span is None else position_of(fqn_of(calls[span[0]]), layers)
 
 
 def position_of(fqn: str, layers: Layers) -> str:

@@ -20,7 +20,7 @@ from itertools import pairwise
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.flowing import flowing_pace
-from fxpar.cost.group import NOMINAL_TOKENS, group_cost, of_strategy, rank_costs
+from fxpar.cost.group import NOMINAL_TOKENS, of_strategy, rank_costs
 from fxpar.cost.group_cost import Cost, GroupCost
 from fxpar.cost.polynomial import Polynomial
 from fxpar.ir.exec_graph import Program
@@ -136,6 +136,11 @@ class Priced(ABC):
         """Of one micro-batch of a replica; of teams side by side that of each."""
 
     @property
+    def by_position(self) -> Sequence[Polynomial]:
+        """Seconds of a micro-batch by position of the pipeline, as far as that is known."""
+        return ()
+
+    @property
     def group_cost(self) -> GroupCost:
         """`cost` of what is one team."""
         assert isinstance(self.cost, GroupCost), f"{self.name} is several teams"
@@ -241,10 +246,13 @@ class Candidate(Priced):
 
     @cached_property
     def cost(self) -> GroupCost:
+        return of_strategy(self.by_position, self.strategy, self.cluster)
+
+    @cached_property
+    def by_position(self) -> Sequence[Polynomial]:
         if len(self.programs) == 1:
-            return group_cost(self.programs[0], self.cluster)
-        positions = self._positions
-        return of_strategy(spread_layers(positions, self.steps * len(positions)), self.strategy, self.cluster)
+            return tuple(rank_costs(self.programs[0], self.cluster).values())
+        return spread_layers(self._positions, self.steps * len(self._positions))
 
     @cached_property
     def _positions(self) -> list[tuple[Polynomial, Polynomial]]:

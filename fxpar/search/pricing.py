@@ -6,10 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fxpar.batching import LengthGroup, RunTime, plan_batch
+from fxpar.batching import BatchPlan, GroupPlan, LengthGroup, RunTime, plan_batch
 from fxpar.batching.borders import Borders, by_strategy, overlap_pays
 from fxpar.batching.planner import KnownLoads
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.group import simulated_s
 from fxpar.ir.teams import largest_team
 from fxpar.search.price import Depth, Priced
 from fxpar.search.sets import DIFFERENT
@@ -19,13 +20,17 @@ from fxpar.store.memory import reserved_gradients
 
 @dataclass(frozen=True)
 class PricedGroup:
-    """A length group of a set; `seconds` are those of its runs in a mean mini-batch, `tokens` its share of all."""
+    """A length group of a set; `seconds` are those of its runs in a mean mini-batch, `tokens` its share of all. Those
+    that are planned take all stages of a pipeline for the slowest; `simulated_s` is what the schedule of stages that
+    differ takes, of a set that has settled.
+    """
 
     limit: int
     strategy: str
     token_budget: int
     seconds: float
     tokens: float
+    simulated_s: float
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,11 @@ class PricedSet:
     optimizer_s: float
     memory_bytes: Mapping[str, int]
     optimizer_bytes: int  # of them
+
+    @property
+    def simulated_s(self) -> float:
+        """`predicted_s` with the schedules of pipelines simulated."""
+        return self.predicted_s + sum(group.simulated_s - group.seconds for group in self.groups)
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -164,21 +174,14 @@ class SetPricer:
             for batch in self.batches
         ]
         count = len(plans)
-        seconds, tokens = [0.0] * len(groups), [0.0] * len(groups)
         switch_s = reduce_s = 0.0
         for plan in plans:
-            for group in plan.groups:
-                seconds[group.group] += group.predicted_s / count
-                tokens[group.group] += sum(m.tokens for m in group.micro_batches()) / count
             order = switching.order({names[g] for g in plan.order})
             switch_s += sum(switching.predicted_s(name, order[:i]) for i, name in enumerate(order)) / count
             reduce_s += sum(reductions.predicted_s(name) for name in order) / count
         total = sum(plan.predicted_s for plan in plans) / count
         return PricedSet(
-            groups=tuple(
-                PricedGroup(g.limit, str(g.strategy), g.token_budget, seconds[i], tokens[i])
-                for i, g in enumerate(groups)
-            ),
+            groups=self._run_s(chosen, groups, plans, settle),
             predicted_s=total + self.optimizer_s,
             exposed_s=sum(plan.switch_s for plan in plans) / count,
             switch_s=switch_s,
@@ -186,6 +189,26 @@ class SetPricer:
             optimizer_s=self.optimizer_s,
             memory_bytes=self._memory(chosen, groups, kept, overlap),
             optimizer_bytes=max(one.stays.optimizer_bytes for _, one in chosen),
+        )
+
+    def _run_s(
+        self,
+        chosen: Sequence[tuple[int, Priced]],
+        groups: Sequence[LengthGroup],
+        plans: Sequence[BatchPlan],
+        settle: bool,
+    ) -> tuple[PricedGroup, ...]:
+        """Means over the mini-batches, which ran as planned."""
+        seconds, tokens, simulated = ([0.0] * len(groups) for _ in range(3))
+        for batch, plan in zip(self.batches, plans, strict=True):
+            for group in plan.groups:
+                found = _simulated_s(chosen[group.group][1], group, batch) if settle else group.predicted_s
+                seconds[group.group] += group.predicted_s / len(plans)
+                simulated[group.group] += found / len(plans)
+                tokens[group.group] += sum(m.tokens for m in group.micro_batches()) / len(plans)
+        return tuple(
+            PricedGroup(g.limit, str(g.strategy), g.token_budget, seconds[i], tokens[i], simulated[i])
+            for i, g in enumerate(groups)
         )
 
     def _resident(
@@ -215,6 +238,18 @@ class SetPricer:
             taken = memory.stays_bytes + held + memory.beside_bytes + _beyond(one, chosen, overlap)
             found[one.name] = max(found.get(one.name, 0), taken)
         return found
+
+
+def _simulated_s(one: Priced, group: GroupPlan, batch: Sequence[int]) -> float:
+    """Of the slowest replica. As planned where there are no stages, or several on a rank, where a micro-batch is in
+    bins, and where ranks take turns on a core.
+    """
+    strategy, positions = one.strategy, one.by_position
+    plain = strategy.pipeline.virtual == strategy.bins == 1 and one.cluster.sustained.shared_by == 1
+    if len(positions) < 2 or not plain:
+        return group.predicted_s
+    runs = [[[batch[i] for i in micro.sequences] for micro in replica] for replica in group.replicas]
+    return max(simulated_s(positions, strategy.pipeline.schedule, each) for each in runs)
 
 
 def guessed_border_s(one: Priced, cluster: ClusterSpec) -> float:

@@ -3,9 +3,9 @@
 stages   how many layers save memory in which way, stages that differ and their cuts, see `fxpar.search.stages`
 roles    positions are the modules of a layer, and those outside of layers. What it takes to run one of them under other
          roles is what a program with that one rule takes more, borders included. Attention is tried with documents in
-         bins too, where these hold the longest one, and what has experts with these apart. Dynamic programming over
-         positions keeps what no other choice beats in memory, seconds of a micro-batch, and seconds of the gradient
-         sync
+         bins too, where these hold the longest one, what has experts with these apart, and where memory is short the
+         head with the loss in chunks. Dynamic programming over positions keeps what no other choice beats in memory,
+         seconds of a micro-batch, and seconds of the gradient sync
 decision the best proposals are lowered, and a set with one of them is planned as any other set is
 
 A set with rules is taken only where it is faster, so with rules no plan gets worse.
@@ -24,9 +24,10 @@ from fxpar.ir.module_rules import Axes, ModuleRule
 from fxpar.ir.strategy import Strategy
 from fxpar.search.blends import Changed
 from fxpar.search.bounds import Intervals
+from fxpar.search.chunked import useful_chunks
 from fxpar.search.fronts import undominated
 from fxpar.search.known import KnownModel, Said
-from fxpar.search.positions import experts_by_glob, globs_of_attention, globs_of_weight
+from fxpar.search.positions import experts_by_glob, glob_of_head, globs_of_attention, globs_of_weight
 from fxpar.search.price import Candidate, Priced
 from fxpar.search.pricing import PricedSet, SetPricer
 from fxpar.search.proposals import WORTH, Chosen, Group, Proposal
@@ -140,13 +141,15 @@ class RuleSearch:
         points: list[Point] = [()]
         sums = np.zeros((1, 3))
         attention, experts = globs_of_attention(flat, layers), experts_by_glob(flat, layers)
+        head, chunks = glob_of_head(flat, layers), self._chunks(group, flat, alone)
         for glob in globs_of_weight(flat, layers, SMALL):
             options: list[tuple[Point, np.ndarray]] = [((), np.zeros(3))]
             others = [in_bins(layout) for layout in layouts if glob in attention]
             others += self._layouts(base, experts.get(glob, 1))
-            for rule in self._rules(base, glob, list(dict.fromkeys([*layouts, *others]))):
+            for rule in self._rules(base, glob, list(dict.fromkeys([*layouts, *others])), chunks * (glob == head)):
                 priced = self._alone(replace(base, rules=(rule,)))
-                if priced is not None and (priced.strategy.bins == 1 or group.seconds(priced) < np.inf):
+                # In chunks of the loss there may be room for bins.
+                if priced is not None and (priced.strategy.bins == 1 or chunks > 1 or group.seconds(priced) < np.inf):
                     more = _taken(priced, group.limit) - _taken(alone, group.limit)
                     options.append((((rule, priced),), more))
             new = (sums[:, None] + np.array([more for _, more in options])).reshape(-1, 3)
@@ -161,13 +164,21 @@ class RuleSearch:
         ranks = math.prod(degree for _, degree in layout_of_ranks(strategy))
         return role_layouts(ranks, self.pricer.cluster.devices_per_node, experts)
 
-    def _rules(self, base: Strategy, glob: str, layouts: Sequence[Axes]) -> Iterator[ModuleRule]:
-        """All that a position may do otherwise."""
-        for axes in layouts:
-            for zero in (None, ZERO) if base.zero != ZERO else (None,):
-                same = axes == layout_of_ranks(base)
-                if not same or zero is not None:
-                    yield layout_rule(glob, () if same else axes, zero)
+    def _chunks(self, group: Group, flat: Candidate, alone: Priced) -> int:
+        """In how many chunks the loss may help; 1 where it does already, or memory is not short, for bins neither."""
+        found = self.pricer.groups(group.with_(alone))
+        budget = group.limit if found is None else next(g.token_budget for g in found if g.limit == group.limit)
+        bins = math.prod(degree for _, degree in layout_of_ranks(alone.strategy))
+        short = found is None or budget < max(self.pricer.largest, bins * group.limit)
+        return useful_chunks(flat, budget) if short and flat.strategy.chunks == 1 else 1
+
+    def _rules(self, base: Strategy, glob: str, layouts: Sequence[Axes], chunks: int) -> Iterator[ModuleRule]:
+        """All that a position may do otherwise; with `chunks` above 1 it may run in so many."""
+        zeros, parts = (None, ZERO)[: 1 + (base.zero != ZERO)], (None, chunks)[: 1 + (chunks > 1)]
+        for axes, zero, count in itertools.product(layouts, zeros, parts):
+            same = axes == layout_of_ranks(base)
+            if not same or zero is not None or count is not None:
+                yield layout_rule(glob, () if same else axes, zero, count)
 
     def _alone(self, strategy: Strategy) -> Priced | None:
         """As it is known, or guessed from the strategy without stages."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from fxpar.ir.axes import BINS, EXPERTS, REPLICAS, RING, ROLE_AXES, STAGES, USES
@@ -49,6 +49,21 @@ def shapes(world: int, most_tp: int, most_pp: int, experts: int = 1) -> Iterator
     ]
     for cut, pp, cp, tp, ep in sorted(found, key=lambda one: (one[1] > 1, one)):
         yield of_degrees(world // cut, pp, cp, tp, experts=ep)
+
+
+def with_rings(found: Iterable[Strategy], kv_heads: int) -> Iterator[Strategy]:
+    """The strategies, and behind each whose tokens and weights are cut in more parts than a model has key-value heads
+    one in which keys and values travel over the ranks beyond: `ring4.cp2` in place of `cp8` for 2 heads.
+    """
+    weight_axis, token_axis, *_ = ROLE_AXES
+    for strategy in found:
+        yield strategy
+        degree, weights = strategy.degree(token_axis), strategy.degree(weight_axis)
+        inside = max((d for d in range(1, degree + 1) if degree % d == 0 and kv_heads % (d * weights) == 0), default=1)
+        if inside < degree:
+            ours = {token_axis: ((RING, degree // inside), (token_axis, inside))}
+            axes = [one for axis in strategy.axes for one in ours.get(axis[0], (axis,))]
+            yield replace(strategy, axes=tuple(one for one in axes if one[1] > 1 or one[0] not in (RING, token_axis)))
 
 
 def without_stages(strategy: Strategy) -> Strategy:
@@ -121,7 +136,7 @@ def _of_shape(remat: Remat | None, shape: Strategy) -> Remat | None:
 
 # How the ranks of a replica may be used in a module: an axis, and whether it needs the links inside of a node. A layout
 # is a product of them, outermost first. Bins are not among them: they are for attention, see `in_bins`; nor is what is
-# for modules with experts alone. Rings are not searched.
+# for modules with experts alone. Rings (but see `with_rings`) are not searched.
 ROLES = tuple((axis, USES[axis] == "weights") for axis in reversed(ROLE_AXES) if axis not in (BINS, EXPERTS, RING))
 
 
@@ -163,9 +178,9 @@ def with_layout(strategy: Strategy, layout: Axes) -> Strategy:
     return replace(strategy, axes=(*outer, *layout) or SINGLE.axes, sp=_cuts_weights(layout))
 
 
-def layout_rule(glob: str, layout: Axes, zero: int | None) -> ModuleRule:
+def layout_rule(glob: str, layout: Axes, zero: int | None, chunks: int | None = None) -> ModuleRule:
     """For modules that use their ranks so."""
-    return ModuleRule(glob, layout, _cuts_weights(layout), zero)
+    return ModuleRule(glob, layout, _cuts_weights(layout), zero, chunks=chunks)
 
 
 def _cuts_weights(layout: Axes) -> bool:

@@ -18,7 +18,7 @@ from fxpar.cost.group_cost import TeamsCost
 from fxpar.ir.axes import REPLICAS
 from fxpar.ir.exec_graph import Outline
 from fxpar.ir.strategy import SINGLE, Strategy
-from fxpar.ir.teams import team_budgets
+from fxpar.ir.teams import lowered_for, team_budgets
 from fxpar.memory.state import home_bytes
 from fxpar.schedule.mini_batch import Pace
 from fxpar.search.bounds import Intervals, least_seconds
@@ -114,7 +114,7 @@ def of_teams(
     known: dict[Strategy, Priced] = {}
     teams = []
     for number in range(len(strategy.teams)):
-        team = strategy.of_team(number)
+        team = lowered_for(strategy, number)
         alike = replace(team, offset=team.offset % cluster.devices_per_node)
         if alike not in known:
             known[alike] = priced(alike)

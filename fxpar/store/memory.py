@@ -104,7 +104,7 @@ def _only(layout: ParamLayout, names: set[str]) -> ParamLayout:
 def _gradient_bytes(program: Program) -> int:
     """Of the fullest rank: all ranks of a part hold equally much."""
     found: dict[Mesh, int] = defaultdict(int)
-    for part in program.placed:
+    for part in program.storing:
         grads = [s for o, s in zip(part.outputs, part.stored_outputs, strict=True) if o.kind == "grad"]
         found[part.mesh] += sum(s.local.numel({}) * s.local.dtype.itemsize for s in grads)
     return max(found.values())

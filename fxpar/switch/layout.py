@@ -94,7 +94,7 @@ def layout_of(program: Program, name: str | None = None) -> ParamLayout:
     """
     copies: dict[str, dict[DistConfig, None]] = defaultdict(dict)
     metas: dict[str, TensorMeta] = {}
-    for part in program.placed:
+    for part in program.storing:
         for info, stored in zip(part.inputs, part.stored_inputs, strict=True):
             if info.kind == "param":
                 metas[info.fqn] = stored.meta

@@ -41,7 +41,7 @@ def gradient_placements(program: Program) -> dict[str, tuple[GradientPlacement, 
     only once per rank, which adds up what its stages give.
     """
     found: dict[str, dict[GradientPlacement, None]] = defaultdict(dict)
-    for part in program.placed:
+    for part in program.storing:
         for out, stored in zip(part.outputs, part.stored_outputs, strict=True):
             if out.kind == "grad":
                 shape = tuple(int(s) for s in stored.meta.shape)

@@ -6,12 +6,14 @@ The package asks for 2.13, with which it is tested; `make gpu` may run on a torc
 from __future__ import annotations
 
 import contextlib
+from dataclasses import fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import fake_tensor
+from torch.distributed.launcher.api import LaunchConfig
 
 
 class _NeverRaised(RuntimeError):
@@ -41,9 +43,23 @@ def _make_fake(mode: Any, elem: Tensor, device: Any, *, requires_grad: bool) -> 
     return fake_tensor.FakeTensor(mode, elem, device)
 
 
+def launch_config(*, shutdown_timeout: int, **options: Any) -> LaunchConfig:
+    """LaunchConfig(...); that of 2.11 waits as long as it likes for ranks to shut down."""
+    if "shutdown_timeout" in {one.name for one in fields(LaunchConfig)}:
+        options["shutdown_timeout"] = shutdown_timeout
+    return LaunchConfig(**options)
+
+
 make_fake: Any = fake_tensor.FakeTensor if torch.__version__ >= "2.13" else _make_fake
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 FakeTensorDeviceMismatchError: Any = getattr(fake_tensor, "FakeTensorDeviceMismatchError", _NeverRaised)
 non_strict_tracing_context: Any = getattr(torch.compiler, "_non_strict_tracing_context", contextlib.nullcontext)
 
-__all__ = ["FakeTensorDeviceMismatchError", "all_gather_single", "counting", "make_fake", "non_strict_tracing_context"]
+__all__ = [
+    "FakeTensorDeviceMismatchError",
+    "all_gather_single",
+    "counting",
+    "launch_config",
+    "make_fake",
+    "non_strict_tracing_context",
+]

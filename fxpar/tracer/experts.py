@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxpar.errors import OpInputError, a_type
 from fxpar.tracer.attention import autocast
 
 
@@ -43,6 +44,7 @@ def expert_mm(rows: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     token. A row whose id is no expert, below 0 or from E on, becomes zeros. As other products this one follows autocast
     and runs in the dtype of the weights. Raises OpInputError for operands that do not fit.
     """
+    _check_tensors("expert_mm", rows=rows, weight=weight, ids=ids)
     rows, weight = autocast(rows, weight)
     return torch.ops.fxpar.expert_mm(rows.to(weight.dtype), weight, ids)
 
@@ -53,7 +55,14 @@ def weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
     It is `(rows * weights[..., None]).sum(1)`, summed in float32 at least. Under tp ranks then add up [N, D] and not
     [N, K, D]. Raises OpInputError for operands that do not fit.
     """
+    _check_tensors("weighted_sum", rows=rows, weights=weights)
     return torch.ops.fxpar.weighted_sum(rows, weights)
+
+
+def _check_tensors(op: str, **given: Any) -> None:
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise OpInputError(op, f"{name} is {a_type(value)}; give a tensor")
 
 
 def experts_modules(model: nn.Module) -> list[Any]:

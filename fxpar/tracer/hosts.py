@@ -28,6 +28,7 @@ from fxpar.tracer.context import CaptureContext, MaskRule, attribute, current
 from fxpar.tracer.counts import is_filled
 from fxpar.tracer.documents import documents_of_positions, with_batch_documents
 from fxpar.tracer.experts import experts_forward, experts_modules
+from fxpar.tracer.hosts_loops import loops_as_ops
 from fxpar.tracer.hosts_scans import scans_as_ops
 
 NAME = "fxpar"
@@ -40,7 +41,7 @@ def host_models(model: nn.Module) -> Iterator[None]:
     if "transformers" not in sys.modules:
         yield
         return
-    with _own_experts(model), _own_attention(model):
+    with _own_experts(model), loops_as_ops(model), _own_attention(model):
         yield
 
 

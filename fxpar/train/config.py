@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,9 +15,11 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ConfigError, ConfigFileError, FxparError, MaxLengthError, nearest
 from fxpar.ir.strategy import MOST_RANKS
 from fxpar.ir.teams import formations
-from fxpar.ir.written import LONGEST, OutOfBoundsError, read
+from fxpar.ir.written import LONGEST, read
+from fxpar.train.assign import assign
 from fxpar.train.schema import from_table, shown
-from fxpar.train.strategies import AUTO, auto_problems, group_problems, read_strategies
+from fxpar.train.strategies import auto_problems, group_problems, read_strategies
+from fxpar.train.tasks import TaskConfig, one_loss_problems, read_tasks, task_problems, world_of
 
 DRIFT = 0.25  # of a plan
 _POSITIVE: dict[str, Any] = {"least": 1}
@@ -182,7 +183,8 @@ _REQUIRED = ("model", "data", "strategies")
 @dataclass(frozen=True)
 class TrainConfig:
     """A whole run. `strategies` maps the longest sequence of a group, in tokens, to a strategy; ascending. There are
-    none where they are yet to be chosen ("auto").
+    none where they are yet to be chosen ("auto"), or where all `tasks` have their own. Nothing of `data` holds for
+    tasks.
     """
 
     name: str
@@ -196,10 +198,13 @@ class TrainConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     plan: PlanConfig = PlanConfig()
     run: RunConfig = RunConfig()
+    tasks: Mapping[str, TaskConfig] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
         """Number of ranks that the strategies need, or shall be chosen for."""
+        if self.tasks:
+            return world_of(self.tasks, self.strategies, self.run.ranks)
         return formations(self.strategies[-1][1])[0].world if self.strategies else self.run.ranks or 1
 
     @property
@@ -259,7 +264,9 @@ def parse_config(
         raise ConfigFileError(source, f"{why}. Give it beside a configuration: fxpar train CONFIG --plan {source}")
     problems: list[str] = []
     for assignment in assignments:
-        _assign(tables, assignment, problems)
+        assign(tables, assignment, problems)
+    if "task" in tables:
+        return _of_tasks(tables, source, name, problems)
     sections = _sections(tables, problems)
     strategies = read_strategies(tables.get("strategies"), tables.get("data"), problems)
     if problems:
@@ -274,6 +281,23 @@ def parse_config(
         raise ConfigError(source, problems)
     check_together(config, source)
     return config
+
+
+def _of_tasks(tables: dict[str, Any], source: str, name: str, problems: list[str]) -> TrainConfig:
+    """The run of [task.NAME] sections. Raises ConfigError."""
+    tasks = read_tasks(tables.pop("task"), problems)
+    problems += one_loss_problems(tables)
+    given = tables.get("strategies", {})
+    strategies = read_strategies(given, None, problems) if isinstance(given, dict) and given else ()
+    # A tokenizer is nothing that weights for tasks must have.
+    sections = _sections({**tables, "data": {"source": "", "tokenizer": ""}, "strategies": {}}, problems)
+    if not problems:
+        config = TrainConfig(name=name, strategies=strategies, tasks=tasks, **sections)
+        problems += [*task_problems(tasks, strategies, config.run.ranks), *_precision_problems(config.precision)]
+        _tokenizer(config, problems)
+        if not problems:
+            return config
+    raise ConfigError(source, problems)
 
 
 def _tokenizer(config: TrainConfig, problems: list[str]) -> str | None:
@@ -306,13 +330,7 @@ def check_together(config: TrainConfig, source: str) -> None:
     budgets = token_budget(config.engine, problems)
     if not config.strategies:
         problems += auto_problems(config.run.ranks, asdict(config.engine))
-    if config.precision.compute is not None:
-        from fxpar.precision import Precision
-
-        try:
-            Precision.parse(config.precision.compute)
-        except FxparError as error:
-            problems.append(f"precision.compute: {error}")
+    problems += _precision_problems(config.precision)
     if (config.data.batch_tokens is None) == (config.data.batch_sequences is None):
         problems.append("[data] needs one of batch_tokens and batch_sequences")
     if problems:
@@ -321,6 +339,18 @@ def check_together(config: TrainConfig, source: str) -> None:
         length_groups(dict(config.strategies), world=config.run.ranks or config.world, token_budget=budgets)
         if config.max_length > config.strategies[-1][0]:
             raise MaxLengthError(config.max_length, config.strategies[-1][0])
+
+
+def _precision_problems(precision: PrecisionConfig) -> list[str]:
+    if precision.compute is None:
+        return []
+    from fxpar.precision import Precision
+
+    try:
+        Precision.parse(precision.compute)
+    except FxparError as error:
+        return [f"precision.compute: {error}"]
+    return []
 
 
 def described_cluster(engine: EngineConfig) -> ClusterSpec | None:
@@ -346,12 +376,13 @@ def config_from_json(data: Mapping[str, Any]) -> TrainConfig:
     """The inverse of `TrainConfig.to_json`."""
     sections: dict[str, Any] = {name: from_table(cls, data[name], name, []) for name, cls in SECTIONS.items()}
     strategies = tuple((int(limit), text) for limit, text in data["strategies"])
-    return TrainConfig(name=data["name"], strategies=strategies, **sections)
+    tasks: dict[str, Any] = {name: from_table(TaskConfig, one, name, []) for name, one in data["tasks"].items()}
+    return TrainConfig(name=data["name"], strategies=strategies, tasks=tasks, **sections)
 
 
 def _sections(tables: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """The dataclass of each section that the file has."""
-    known = [*SECTIONS, "strategies"]
+    known = [*SECTIONS, "strategies", "task"]
     for name in tables:
         if name not in known:
             problems.append(f"[{name}] is not a section" + (nearest(name, known) or f"; there are {', '.join(known)}"))
@@ -366,34 +397,3 @@ def _sections(tables: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         else:
             found[name] = from_table(cls, table, name, problems)
     return found
-
-
-def _assign(tables: dict[str, Any], assignment: str, problems: list[str]) -> None:
-    """Put `section.key=value` into the tables; the value is TOML, or a text where that does not parse."""
-    path, equals, text = assignment.partition("=")
-    keys = path.strip().split(".")
-    whole = keys == ["strategies"]
-    if not equals or (len(keys) < 2 and not whole) or not all(keys):
-        problems.append(f"--set {assignment}: write section.key=value, such as run.steps=10")
-        return
-    name = keys[-1] if re.fullmatch(r"[A-Za-z0-9_-]+", keys[-1]) else "value"
-    try:
-        value = read(f"{name} = {text}", "TOML")[name]
-    except OutOfBoundsError as error:
-        problems.append(f"--set {path.strip()}: {error}")
-        return
-    except ValueError:
-        value = text.strip()
-    if whole:  # all of them, as a file would say it
-        tables["strategies"] = value if isinstance(value, dict) or value == AUTO else {"static": value}
-        return
-    table = tables
-    for key in keys[:-1]:
-        inner = table.setdefault(key, {})
-        if not isinstance(inner, dict):
-            problems.append(f"--set {assignment}: {key} is not a section")
-            return
-        table = inner
-    if keys[0] == "strategies" and (keys[-1] == "static" or "static" in table):
-        table.clear()  # one way of naming strategies replaces the other
-    table[keys[-1]] = value

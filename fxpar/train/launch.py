@@ -16,12 +16,13 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.launcher.api import elastic_launch
 
 import fxpar
 from fxpar import errors
 from fxpar.errors import LaunchError, LauncherSignalError, RankFailedError
 from fxpar.monitor.verdict import TEXTS
+from fxpar.torch_api.since_2_13 import launch_config
 from fxpar.train.preflight import make_writable
 from fxpar.train.rank import Job, Outcome
 from fxpar.train.worker import JOB, OUTCOME, STEPPING, STOP
@@ -62,7 +63,7 @@ def run_ranks(world: int, words: Sequence[str], logs: Path, *, quiet: bool = Fal
     """
     # Ranks must not write over the view of rank 0.
     redirects = {rank: Std.ALL if rank or quiet else Std.ERR for rank in range(world)}
-    config = LaunchConfig(
+    config = launch_config(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=world,

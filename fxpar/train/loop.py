@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from fxpar.errors import GradientNormError
 from fxpar.runtime.report import Evaluated
@@ -22,26 +21,27 @@ from fxpar.train.traces import StepTraces
 class Trained(Protocol):
     """What the loop needs of a model made by `fxpar.parallelize`."""
 
-    def train_step(self, sequences: Sequence[Tensor]) -> Any: ...
+    def train_step(self, sequences: Any) -> Any: ...
 
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...
 
 
 @dataclass
 class Training:
-    """Everything that one step changes. `batches` yields mini-batches: lists of 1-D int64 tensors. `after_step(report)`
+    """Everything that one step changes. `batches` yields mini-batches: lists of 1-D int64 tensors, or of tasks by their
+    names lists of items. `after_step(report)`
     is called on all ranks; it returns in one line what it changed, or nothing.
     """
 
     model: Trained
-    batches: Iterator[list[Tensor]]
+    batches: Iterator[Any]
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     clip: float = 0.0
     nan: str = "error"
     after_step: Callable[[Any], str] = lambda report: ""
     traces: StepTraces | None = None
-    recent: deque[list[int]] = field(default_factory=lambda: deque(maxlen=MINI_BATCHES))  # lengths of mini-batches
+    recent: deque[list[int]] = field(default_factory=lambda: deque(maxlen=MINI_BATCHES))  # lengths, of one loss
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ def one_step(training: Training, step: int) -> StepRecord:
     """One mini-batch and one optimizer step."""
     begun, cpu_begun = time.perf_counter(), time.process_time()
     sequences = next(training.batches)
-    training.recent.append([len(one) for one in sequences])
+    if isinstance(sequences, list):
+        training.recent.append([len(one) for one in sequences])
     lr = float(training.optimizer.param_groups[0]["lr"])
     engine_begun = time.perf_counter()
     report = training.model.train_step(sequences)
@@ -116,7 +117,7 @@ def one_step(training: Training, step: int) -> StepRecord:
     return StepRecord(
         step=step,
         loss=float(report.loss),
-        sequences=len(sequences),
+        sequences=report.sequences,
         tokens=report.tokens,
         valid_tokens=report.valid_tokens,
         lr=lr,
@@ -132,6 +133,8 @@ def one_step(training: Training, step: int) -> StepRecord:
         predicted_s=report.predicted_s,
         replanned=replanned,
         metrics=report.metrics,
+        tasks={name: float(one.loss) for name, one in report.tasks.items()},
+        experts={load.module: load.figures() for load in report.experts},
     )
 
 

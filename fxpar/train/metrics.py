@@ -68,8 +68,11 @@ def scalars(record: StepRecord) -> dict[str, float]:
         "optimizer/grad_norm": record.grad_norm,
         "optimizer/seconds": record.optimizer_s,
     }
+    found |= {f"loss/{name}": value for name, value in record.tasks.items()}
     found |= {f"metrics/{name}": value for name, value in record.metrics.items()}
     found |= {f"metrics/validation_{name}": value for name, value in record.validation_metrics.items()}
+    for module, figures in record.experts.items():
+        found |= {f"experts_{name}/{module}": value for name, value in figures.items()}
     for group in record.groups:
         name = f"{group.limit}_{group.strategy}"
         found[f"group_s/{name}"] = group.wall_s

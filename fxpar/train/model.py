@@ -78,7 +78,12 @@ def _loaded(config: TrainConfig, vocab_size: int, device: str) -> LoadedModel:
 
 def weights_of(config: TrainConfig, loaded: LoadedModel) -> Weights | None:
     """Where the model starts from; None for random weights, and where a checkpoint brings its own."""
-    folder = config.model.weights or loaded.weights
+    return weights_in(config, loaded.weights)
+
+
+def weights_in(config: TrainConfig, folder: str | None) -> Weights | None:
+    """The same of `model.weights`, by default of a `folder`."""
+    folder = config.model.weights or folder
     if folder is None or config.checkpoint.resume:
         return None
     return Weights(Path(folder).expanduser(), config.model.missing or (), config.model.unused or ())

@@ -33,6 +33,7 @@ from fxpar.train.model import VOCAB_MULTIPLE, shapes_for, shapes_of
 from fxpar.train.optimize import CLASSES
 from fxpar.train.schema import shown
 from fxpar.train.session import TRAINED, latest
+from fxpar.train.task_source import check_tasks, task_model
 
 RANKS_PER_CORE = 4  # more are a mistake, if nobody said how many
 
@@ -54,11 +55,14 @@ def preflight(config: TrainConfig) -> None:
 
 def check_parts(config: TrainConfig) -> None:
     """See that there is what ranks read: the source of text, the tokenizer, and a model with these options and these
-    parameters to train. Its sizes are looked at only, nothing of it is allocated.
+    parameters to train. Its sizes are looked at only, nothing of it is allocated. Of tasks their functions too.
 
     Raises OrderError, CorpusPathError, EmptyCorpusError, TokenizerError, MissingDataPackageError, and what `shapes_of`
-    raises.
+    and `check_tasks` raise.
     """
+    if config.tasks:
+        check_tasks(config)
+        return
     if config.engine.order is not None and config.strategies:
         names = [str(one) for _, text in config.strategies for one in formations(text)]
         check_order(config.engine.order, list(dict.fromkeys(names)))
@@ -131,10 +135,16 @@ def check_resumed_model(config: TrainConfig) -> None:
     """
     if not config.checkpoint.resume:
         return
+    if config.tasks:
+        _check_resumed_shapes(config, [task_model(config, "meta")])
+        return
     sizes = [config.data.vocab, config.data.vocab + VOCAB_MULTIPLE]
     if config.data.tokenizer is not None:
         sizes = [load_tokenizer(config.data.tokenizer, end_token=config.data.end_token).vocab_size]
-    models = [shapes_for(config, size, {}).model for size in sizes]
+    _check_resumed_shapes(config, [shapes_for(config, size, {}).model for size in sizes])
+
+
+def _check_resumed_shapes(config: TrainConfig, models: Sequence[nn.Module]) -> None:
     path = latest(config)
     check_shapes(path, models[0], models[-1])
     _check_trained(config, path, models[0])

@@ -45,11 +45,11 @@ from fxpar.train.report import REPORT, ReportParts, collect, write_report
 from fxpar.train.session import TrainSession, open_session, static_config
 from fxpar.train.stop import StopRequest, agree
 from fxpar.train.strategies import AUTO
-from fxpar.train.text import Prepared, describe, keep_tokenizer, prepare
+from fxpar.train.task_source import TaskLoader
+from fxpar.train.tasks import texts_of
+from fxpar.train.text import NOTHING, Prepared, describe, keep_tokenizer, prepare_once
 from fxpar.train.view import open_view, summary_lines
 
-# Data is prepared once per machine; a large corpus takes longer than any step.
-_PREPARE_LIMIT = timedelta(hours=12)
 SUMMARY = "summary.json"
 
 
@@ -119,7 +119,8 @@ def run_rank(job: Job, stop: StopRequest) -> Outcome:
     config = job.config
     rank, world, local_rank = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if world != config.world:
-        sizes = {limit: (text, formations(text)[0].world) for limit, text in config.strategies}
+        known = config.strategies or [pair for one in config.tasks.values() for pair in one.by_length(())]
+        sizes = {limit: (text, formations(text)[0].world) for limit, text in known}
         raise StrategyWorldsError(sizes or {config.max_length: (AUTO, config.world)}, world)
     torch.set_num_threads(config.run.threads)
     device = choose_device(config.run.device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
@@ -184,14 +185,17 @@ def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.devic
 
 def _train(job: Job, place: ThisRank) -> Outcome:
     place.monitor.phase("prepare the data")
-    place.say(f"preparing the data: {job.config.data.source}")
-    prepared = _prepare(job.config, place)
+    if job.config.tasks:
+        prepared = NOTHING
+    else:
+        place.say(f"preparing the data: {job.config.data.source}")
+        prepared = prepare_once(job.config.data, place.local_rank, place.monitor.phase)
     job.check_plan(prepared.vocab_size)
-    if not job.config.strategies:
+    if not job.config.strategies and not job.config.tasks:
         job = _chosen(job, prepared, place)
     config = job.config
     place.monitor.phase("build the model")
-    texts = list(dict.fromkeys(text for _, text in config.strategies))
+    texts = texts_of(config.tasks, config.strategies)
     place.say(f"capturing {config.model.name} and lowering it for {', '.join(texts)}")
     with _noted_warnings(place):
         session = open_session(config, prepared, place.device, place.monitor)
@@ -202,7 +206,7 @@ def _train(job: Job, place: ThisRank) -> Outcome:
         place.say(f"resumed from {path}, after step {session.step}")
         if session.changed:
             place.say(f"note: {session.changed}")
-    if place.rank == 0 and config.checkpoint.enabled:
+    if place.rank == 0 and config.checkpoint.enabled and not config.tasks:
         keep_tokenizer(prepared, config)
     records: list[StepRecord] = []
     saved: list[Path] = []
@@ -234,20 +238,6 @@ def _train(job: Job, place: ThisRank) -> Outcome:
     return Outcome("done", session.step, last)
 
 
-def _prepare(config: TrainConfig, place: ThisRank) -> Prepared:
-    """One rank of each machine prepares, the others of that machine wait for it."""
-    group = dist.group.WORLD
-    assert group is not None
-    store = dist.PrefixStore("fxpar-data", group.get_group_store())
-    key = f"machine/{os.environ.get('GROUP_RANK', '0')}"
-    if place.local_rank == 0:
-        prepared = prepare(config.data, place.monitor.phase)
-        store.set(key, prepared.to_text())
-        return prepared
-    store.wait([key], _PREPARE_LIMIT)
-    return Prepared.from_text(store.get(key))
-
-
 def _chosen(job: Job, prepared: Prepared, place: ThisRank) -> Job:
     """The same with strategies, which rank 0 chooses. Raises as `on_rank_0` does."""
     place.monitor.phase("choose strategies")
@@ -259,10 +249,15 @@ def _chosen(job: Job, prepared: Prepared, place: ThisRank) -> Job:
 def _introduce(session: TrainSession, prepared: Prepared, place: ThisRank) -> None:
     """What is about to be trained, and how long its sequences are."""
     config = session.config
+    place.say(f"{config.model.name}, {session.size()}, on {place.world} ranks ({place.device.type})")
+    if isinstance(session.loader, TaskLoader):
+        for line in session.loader.lines():
+            place.say(line)
+        place.say(f"set up in {session.setup_s:.1f} s")
+        return
     for line in (*prepared.lines, *describe(session.loader)):
         place.say(line)
     chosen = ", ".join(f"<={limit} {text}" for limit, text in config.strategies)
-    place.say(f"{config.model.name}, {session.size()}, on {place.world} ranks ({place.device.type})")
     packed = session.model.fxpar_session.engine.options.packed  # if not, a warning has said why
     rows = "sequences packed in rows" if packed else "each sequence runs alone"
     place.say(f"strategies {chosen}; {rows}; set up in {session.setup_s:.1f} s")

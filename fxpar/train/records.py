@@ -69,6 +69,8 @@ class StepRecord:
     validation_loss: float | None = None  # where it was measured, after the step
     metrics: Mapping[str, float] = field(default_factory=dict)  # what the loss function returns beside the loss
     validation_metrics: Mapping[str, float] = field(default_factory=dict)  # the same of the held-out documents
+    tasks: Mapping[str, float] = field(default_factory=dict)  # the loss of each task, without its weight
+    experts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by module, `ExpertLoad.figures`
 
     @property
     def tokens_per_s(self) -> float:

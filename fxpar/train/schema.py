@@ -1,8 +1,8 @@
 """From tables of plain values to frozen dataclasses: unknown keys, wrong types and bad values, all reported at once.
 
 A field's annotation is its type: `int`, `float` (takes integers), `bool`, `str`, a `Literal` of words, `tuple[float,
-float]`, `list[str]`, `dict[str, Any]`, or several of them and None joined by `|`. Field metadata may hold `least`,
-`above` and `most` (bounds).
+float]`, `list[str]`, `list[int]`, `dict[str, Any]`, or several of them and None joined by `|`. Field metadata may hold
+`least`, `above` and `most` (bounds).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def expected(hint: Any) -> str:
     if get_origin(hint) is tuple:
         return f"a list of {len(get_args(hint))} numbers"
     if get_origin(hint) is list:
-        return "a list of texts"
+        return "a list of integers" if get_args(hint) == (int,) else "a list of texts"
     return _WORDS[get_origin(hint) or hint]
 
 
@@ -96,7 +96,8 @@ def _is_a(value: Any, hint: Any) -> bool:
         parts = get_args(hint)
         return isinstance(value, list | tuple) and len(value) == len(parts) and all(map(_is_a, value, parts))
     if get_origin(hint) is list:
-        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+        (kind,) = get_args(hint)
+        return isinstance(value, list) and all(_is_a(item, kind) for item in value)
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:

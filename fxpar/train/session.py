@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from fxpar.api import parallelize
 from fxpar.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -20,8 +22,9 @@ from fxpar.runtime.ahead import DrawnAhead
 from fxpar.runtime.report import Evaluated
 from fxpar.train.config import PlanConfig, TrainConfig, described_cluster, token_budget
 from fxpar.train.loop import Training
-from fxpar.train.model import build_model, weights_of
+from fxpar.train.model import build_model, weights_in, weights_of
 from fxpar.train.optimize import changed_schedule, factor, make_optimizer, make_schedule
+from fxpar.train.task_source import TaskLoader, task_model, tasks_of
 from fxpar.train.text import Prepared, held_out_sequences, make_loader, open_tokens
 from fxpar.train.traces import StepTraces
 
@@ -38,12 +41,12 @@ class TrainSession:
     config: TrainConfig
     training: Training
     model: Any
-    loader: MiniBatchLoader
+    loader: MiniBatchLoader | TaskLoader
     batches: DrawnAhead  # of the loader
     parameters: int
     trained: int
     setup_s: float
-    held_out: list[torch.Tensor]
+    held_out: Any  # sequences, or by task its items
     step: int = 0
     changed: str = ""
 
@@ -75,7 +78,10 @@ class TrainSession:
         """Loss and metrics of the held-out documents if they are due after this step. All ranks call it."""
         every = self.config.data.validate_every
         due = step == self.config.run.steps or (every > 0 and step % every == 0)
-        return self.model.evaluate(self.held_out) if due and self.held_out else None
+        if not due or not self.held_out:
+            return None
+        found = self.model.evaluate(self.held_out)
+        return _together(self.config, found) if self.config.tasks else found
 
     def release(self) -> None:
         """Give up model, gradients and optimizer states: another session needs the memory."""
@@ -129,6 +135,43 @@ def scheduler_state(scheduler: torch.optim.lr_scheduler.LRScheduler) -> dict[str
     return {key: state[key] for key in ("last_epoch", "_step_count", "base_lrs") if key in state}
 
 
+@dataclass(frozen=True)
+class _Trained:
+    """What is trained on what: a module, how `fxpar.parallelize` is told of its loss or its tasks, and the data."""
+
+    module: nn.Module
+    told: dict[str, Any]
+    loader: MiniBatchLoader | TaskLoader
+    held_out: Any
+
+
+def _on_text(config: TrainConfig, prepared: Prepared, device: torch.device) -> _Trained:
+    tokens, held_out = open_tokens(prepared, config.data.validation)
+    loader = make_loader(tokens, config, prepared.vocab_size)
+    loaded = build_model(config, prepared.vocab_size, prepared.tokenizer, device.type)
+    told = {
+        "loss": loaded.loss_fn,
+        "order": config.engine.order,
+        "initializer": loaded.initializer,
+        "weights": weights_of(config, loaded),
+        "record": config.run.report,
+    }
+    return _Trained(loaded.model, told, loader, held_out_sequences(held_out, config))
+
+
+def _on_tasks(config: TrainConfig) -> _Trained:
+    weights = weights_in(config, None)
+    loader = TaskLoader(config)
+    return _Trained(task_model(config), {"tasks": tasks_of(config), "weights": weights}, loader, loader.held_out())
+
+
+def _together(config: TrainConfig, found: Mapping[str, Evaluated]) -> Evaluated:
+    """The weighted sum of the means of tasks, with each of them and its metrics."""
+    losses = {name: float(one) for name, one in found.items()}
+    inner = {f"{name}/{key}": value for name, one in found.items() for key, value in one.metrics.items()}
+    return Evaluated(sum(config.tasks[name].weight * loss for name, loss in losses.items()), {**losses, **inner})
+
+
 def open_session(
     config: TrainConfig, prepared: Prepared, device: torch.device, monitor: Monitor | None = None
 ) -> TrainSession:
@@ -138,22 +181,18 @@ def open_session(
     """
     begun = time.perf_counter()
     torch.manual_seed(config.run.seed)
-    tokens, held_out = open_tokens(prepared, config.data.validation)
-    loader = make_loader(tokens, config, prepared.vocab_size)
-    loaded = build_model(config, prepared.vocab_size, prepared.tokenizer, device.type)
-    on_meta = any(parameter.is_meta for parameter in loaded.model.parameters())
-    count = sum(parameter.numel() for parameter in loaded.model.parameters())
-    trained = sum(parameter.numel() for parameter in loaded.model.parameters() if parameter.requires_grad)
+    what = _on_tasks(config) if config.tasks else _on_text(config, prepared, device)
+    on_meta = any(parameter.is_meta for parameter in what.module.parameters())
+    count = sum(parameter.numel() for parameter in what.module.parameters())
+    trained = sum(parameter.numel() for parameter in what.module.parameters() if parameter.requires_grad)
     engine = config.engine
     model: Any = parallelize(
-        loaded.model if on_meta else loaded.model.to(device),
-        strategies=dict(config.strategies),
-        loss=loaded.loss_fn,
+        what.module if on_meta else what.module.to(device),
+        strategies=dict(config.strategies) or None,
         token_budget=token_budget(engine, []),
         cluster=described_cluster(engine),
         memory_budget_bytes=engine.memory_budget_bytes,
         gradients=engine.gradients,
-        order=engine.order,
         merge=engine.merge,
         compile=engine.compile,
         checked=engine.checked,
@@ -164,27 +203,25 @@ def open_session(
         timeout_s=config.run.timeout_s,
         monitor=monitor if monitor is not None else False,
         seed=config.run.seed,
-        record=config.run.report,
-        initializer=loaded.initializer,
-        weights=weights_of(config, loaded),
+        **what.told,
     )
     optimizer = make_optimizer(model.parameters(), config.optimizer)
     scheduler = make_schedule(optimizer, config.schedule, config.run.steps)
-    batches = model.plan_ahead(loader)
+    batches = model.plan_ahead(what.loader)
     training = Training(model, batches, optimizer, scheduler, config.optimizer.clip, config.run.nan)
     if config.plan.drift:
         training.after_step = model.fxpar_session.watch_drift(config.plan.drift).after
-    training.traces = StepTraces() if config.run.report else None
+    training.traces = StepTraces() if config.run.report and not config.tasks else None
     return TrainSession(
         config,
         training,
         model,
-        loader,
+        what.loader,
         batches,
         count,
         trained,
         time.perf_counter() - begun,
-        held_out_sequences(held_out, config),
+        what.held_out,
     )
 
 

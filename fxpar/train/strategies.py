@@ -16,8 +16,12 @@ from fxpar.train.schema import shown
 AUTO, STATIC = "auto", "static"
 
 
-def read_strategies(table: Any, data: Any, problems: list[str]) -> tuple[tuple[int, str], ...]:
-    """Ascending (limit, strategy); `static = "dp4"` takes sequences up to data.max_length, and so does "auto"."""
+def read_strategies(
+    table: Any, data: Any, problems: list[str], where: str = "strategies"
+) -> tuple[tuple[int, str], ...]:
+    """Ascending (limit, strategy) of the section `where`; `static = "dp4"` takes sequences up to data.max_length, and
+    so does "auto".
+    """
     if table == AUTO:
         if not isinstance(data, dict) or not isinstance(data.get("max_length"), int):
             problems.append('strategies = "auto" needs data.max_length: the longest sequence in tokens, such as 4096')
@@ -43,15 +47,15 @@ def read_strategies(table: Any, data: Any, problems: list[str]) -> tuple[tuple[i
     for key, text in table.items():
         if not re.fullmatch("[0-9]{1,10}", key) or not 1 <= int(key) <= LONGEST:
             shown_key, hint = one_line(key), nearest(key, [STATIC]) or f": those are from 1 to {LONGEST:,}"
-            problems.append(f"strategies.{shown_key} is not a length in tokens{hint}")
+            problems.append(f"{where}.{shown_key} is not a length in tokens{hint}")
         elif not isinstance(text, str):
-            problems.append(f'strategies.{key} = {shown(text)} must be a strategy such as "dp2.tp2"')
+            problems.append(f'{where}.{key} = {shown(text)} must be a strategy such as "dp2.tp2"')
         else:
             try:
                 formations(text)
                 found.append((int(key), text))
             except FxparError as error:
-                problems.append(f"strategies.{key}: {error}")
+                problems.append(f"{where}.{key}: {error}")
     return tuple(sorted(found))
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fxpar import data
 from fxpar.checkpoint.weights import TOKENIZER
@@ -17,6 +20,9 @@ from fxpar.data.sources import kind_of
 from fxpar.data.tokenizer import END_TOKEN, copy_tokenizer
 from fxpar.errors import OutputError
 from fxpar.train.config import DataConfig, TrainConfig
+
+# Data is prepared once per machine; a large corpus takes longer than any step.
+_PREPARE_LIMIT = timedelta(hours=12)
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,24 @@ class Prepared:
     def from_text(cls, text: str | bytes) -> Prepared:
         found = json.loads(text)
         return cls(found["folder"], found["tokenizer"], found["vocab_size"], tuple(found["lines"]))
+
+
+NOTHING = Prepared("", "", 0, ())
+"""Of tasks, which have no text."""
+
+
+def prepare_once(config: DataConfig, local_rank: int, progress: Callable[[str], object]) -> Prepared:
+    """One rank of each machine prepares, the others of that machine wait for it. Raises as `prepare` does."""
+    group = dist.group.WORLD
+    assert group is not None
+    store = dist.PrefixStore("fxpar-data", group.get_group_store())
+    key = f"machine/{os.environ.get('GROUP_RANK', '0')}"
+    if local_rank == 0:
+        prepared = prepare(config, progress)
+        store.set(key, prepared.to_text())
+        return prepared
+    store.wait([key], _PREPARE_LIMIT)
+    return Prepared.from_text(store.get(key))
 
 
 def prepare(config: DataConfig, progress: Callable[[str], object]) -> Prepared:

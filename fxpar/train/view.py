@@ -36,7 +36,7 @@ def step_line(record: StepRecord, steps: int) -> str:
     """One step in one line."""
     parts = [
         f"step {record.step:>{len(str(steps))}}/{steps}",
-        f"loss {record.loss:.4f}" + (" skipped" if record.skipped else ""),
+        f"loss {record.loss:.4f}{metrics_text(record.tasks)}" + (" skipped" if record.skipped else ""),
         f"{record.tokens_per_s:,.0f} tok/s",
         f"lr {record.lr:.2e}",
     ]
@@ -44,6 +44,8 @@ def step_line(record: StepRecord, steps: int) -> str:
         parts.append(f"norm {record.grad_norm:.2f}")
     if record.validation_loss is not None:
         parts.append(f"validation {record.validation_loss:.4f}{metrics_text(record.validation_metrics)}")
+    if record.experts:
+        parts.append(experts_text(record.experts))
     parts.append(f"{record.wall_s:.2f} s")
     return "  ".join(parts) + "  " + " | ".join(group_text(group) for group in record.groups)
 
@@ -51,6 +53,16 @@ def step_line(record: StepRecord, steps: int) -> str:
 def metrics_text(metrics: Mapping[str, float]) -> str:
     """` (accuracy 0.4312)`; nothing without metrics."""
     return f" ({', '.join(f'{name} {value:.4g}' for name, value in metrics.items())})" if metrics else ""
+
+
+def experts_text(modules: Mapping[str, Mapping[str, float]]) -> str:
+    """`experts 1.31x ranks 1.07x dropped 2.5%`: the largest of all modules."""
+    most: dict[str, float] = {}
+    for figures in modules.values():
+        most |= {name: max(value, most.get(name, 0.0)) for name, value in figures.items()}
+    return " ".join(
+        f"{name} {value:.1%}" if name == "dropped" else f"{name} {value:.2f}x" for name, value in most.items()
+    )
 
 
 def group_text(group: GroupRecord) -> str:

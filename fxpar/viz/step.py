@@ -7,10 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, zip_longest
 from typing import Any, Literal
 
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.pipeline_graph import PipelineGraph, TeamsGraph, position_of
+from fxpar.ir.teams import in_step
 from fxpar.runtime.micro import replica_of
 from fxpar.runtime.pipeline import plan_pipeline
 from fxpar.runtime.spans import RunSpan
@@ -258,6 +260,8 @@ def _run(one: Planned, replica: int, position: int) -> _Run:
     """
     whole = one.inside.program
     if isinstance(whole, TeamsGraph):
+        if in_step(whole.strategy):
+            return _run_in_step(one, whole, replica)
         number = next(n for n in range(len(whole.teams)) if replica in whole.replicas_of(n))
         replicas, first = whole.replicas_of(number), whole.places_of(number).start
         group = replace(one.group, micro_batches=one.group.micro_batches[replicas.start : replicas.stop])
@@ -275,6 +279,21 @@ def _run(one: Planned, replica: int, position: int) -> _Run:
         found.append(("micro_batch", now, now + mine, number, -1))
         now += _slot_ms(one, number, lambda at: one.inside.ms(0, "body", at)) if lockstep else mine
     return found
+
+
+def _run_in_step(one: Planned, whole: TeamsGraph, replica: int) -> _Run:
+    """At each position all teams wait for the slowest replica."""
+    of = [number for number in range(len(whole.teams)) for _ in whole.replicas_of(number)]
+    times = [
+        [one.inside.teams[number].ms(0, "body", lengths) for lengths in mine]
+        for number, mine in zip(of, one.group.micro_batches, strict=True)
+    ]
+    begins = accumulate((max(found) for found in zip_longest(*times, fillvalue=0.0)), initial=0.0)
+    stage, mine = whole.places_of(of[replica]).start, times[replica]
+    return [
+        ("micro_batch", begin, begin + ms, number, stage)
+        for number, (ms, begin) in enumerate(zip(mine, begins, strict=False))
+    ]
 
 
 def _slot_ms(one: Planned, number: int, ms: Callable[[Lengths], float]) -> float:

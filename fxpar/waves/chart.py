@@ -12,7 +12,7 @@ def chart(plan: WavePlan, *, columns: int = 100) -> str:
     Below, the letters.
     """
     scale = columns / plan.ms
-    names = {m: _name(m) for m in range(len(plan.graph.metaops))}
+    names = {m: letter(m) for m in range(len(plan.graph.metaops))}
     cells = [["."] * columns for _ in range(plan.devices.count)]
     for run in plan.step.runs:
         piece = plan.pieces[run.piece]
@@ -34,7 +34,7 @@ def chart(plan: WavePlan, *, columns: int = 100) -> str:
     return "\n".join([*drawn, legend])
 
 
-def _name(metaop: int) -> str:
+def letter(metaop: int) -> str:
     """A to Z, then A1 to Z1, and so on."""
     turn = metaop // len(_LETTERS)
     return _LETTERS[metaop % len(_LETTERS)] + (str(turn) if turn else "")

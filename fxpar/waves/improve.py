@@ -1,4 +1,4 @@
-"""Local search over an order of pieces: layers moved between pieces, widths, cuts and places in the order."""
+"""Local search over an order of pieces: layers moved between pieces, widths, cuts, places in the order, loans."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ _MOST_STEPS = 5000
 _WARM, _COLD = 0.0015, 0.0002
 
 
-def improved(problem: Problem, pieces: Sequence[Piece], effort: int, enough_ms: float, seed: int = 0) -> list[Piece]:
+def improved(
+    problem: Problem, pieces: Sequence[Piece], effort: int, enough_ms: float, seed: int = 0, loans: bool = False
+) -> list[Piece]:
     """The shortest order found by simulated annealing (Kirkpatrick et al. 1983) that times `effort` pieces at most,
-    never longer than the given one. It ends at one of `enough_ms`. Equal arguments give equal orders.
+    never longer than the given one. It ends at one of `enough_ms`. `loans`: pieces lend devices to others too. Equal
+    arguments give equal orders.
     """
     random = Random(seed)
     here = best = tidied(problem, pieces)
@@ -22,11 +25,12 @@ def improved(problem: Problem, pieces: Sequence[Piece], effort: int, enough_ms: 
     steps = min(effort // len(here), _MOST_STEPS)
     cooling = (_COLD / _WARM) ** (1 / max(steps, 1))
     heat = _WARM * least
+    moves, weights = (MOVES, _WEIGHTS) if loans else (MOVES[:-1], _WEIGHTS[:-1])
     for _ in range(steps):
         if least <= enough_ms:
             break
         heat *= cooling
-        (move,) = random.choices(MOVES, _WEIGHTS)
+        (move,) = random.choices(moves, weights)
         there = move(problem, list(here), random.randrange(len(here)), random)
         if there is None:
             continue
@@ -118,6 +122,38 @@ def _move(problem: Problem, pieces: list[Piece], at: int, random: Random) -> lis
     return pieces
 
 
+def _lend(problem: Problem, pieces: list[Piece], at: int, random: Random) -> list[Piece] | None:
+    """Some layers of a piece run on the next width, and about as long some of another one that runs beside it on the
+    one below: first or last. The order is that of starts, as if the others kept theirs.
+    """
+    starts, ends = problem.times(pieces)
+    metaop = pieces[at].metaop
+    beside = [
+        i for i, one in enumerate(pieces) if one.metaop != metaop and starts[i] < ends[at] and ends[i] > starts[at]
+    ]
+    if not beside:
+        return None
+    other = random.choice(beside)
+    wider = [width for width in problem.curves[metaop].widths if width > pieces[at].width]
+    narrower = [width for width in problem.curves[pieces[other].metaop].widths if width < pieces[other].width]
+    if not wider or not narrower:
+        return None
+    count = random.randint(1, pieces[at].layers)
+    took = count * problem.layer_ms[metaop][wider[0]]
+    given = round(took / problem.layer_ms[pieces[other].metaop][narrower[-1]])
+    changed = {at: (wider[0], count), other: (narrower[-1], min(max(given, 1), pieces[other].layers))}
+    first = random.random() < 0.5
+    found = [(start, i, one) for i, (start, one) in enumerate(zip(starts, pieces, strict=True)) if i not in changed]
+    for i, (width, layers) in changed.items():
+        begin, mine = starts[i], pieces[i]
+        parts = mine._replace(width=width, layers=layers), mine._replace(layers=mine.layers - layers)
+        for part in parts if first else reversed(parts):
+            if part.layers:
+                found.append((begin, i, part))
+                begin += part.layers * problem.layer_ms[part.metaop][part.width]
+    return [one for *_, one in sorted(found, key=lambda entry: entry[:2])]
+
+
 def _room(problem: Problem, pieces: Sequence[Piece], at: int) -> tuple[int, int]:
     """The first and last place that the piece may have, once it is taken out."""
     metaop = pieces[at].metaop
@@ -127,5 +163,5 @@ def _room(problem: Problem, pieces: Sequence[Piece], at: int) -> tuple[int, int]
     return low, high
 
 
-MOVES = (_shift, _widen, _cut, _move)
-_WEIGHTS = (4, 3, 1, 2)
+MOVES = (_shift, _widen, _cut, _move, _lend)
+_WEIGHTS = (4, 3, 1, 2, 1)

@@ -18,7 +18,7 @@ from fxpar.waves.step import Step, step_of
 from fxpar.waves.work import Devices, TaskGraph
 
 EFFORT = 60_000  # pieces that each local search times
-_AGAIN = 3  # local searches from the best that was found
+_AGAIN = 2  # local searches from the best that was found
 _WAVES = "waves"
 
 
@@ -56,25 +56,26 @@ class WavePlan:
 
     @cached_property
     def waves(self) -> tuple[tuple[int, ...], ...]:
-        """Places of pieces by wave: one more than the latest wave of what it receives from and of what ran on its
-        devices before. Pieces of a wave are on disjoint devices and do not need each other.
+        """Places of pieces by wave: one more than the latest wave of what it receives from and of whose forward ran on
+        its devices before. Pieces of a wave are on disjoint devices and do not need each other.
         """
         on_device: dict[int, int] = {}
-        wave: list[int] = []
-        for piece in self.pieces:
+        wave: dict[int, int] = {}
+        for at in (run.piece for run in self.step.runs if not run.backward):
+            piece = self.pieces[at]
             before = [wave[one] for one in piece.sources] + [on_device.get(one, -1) for one in piece.devices]
-            wave.append(max(before) + 1)
-            on_device |= dict.fromkeys(piece.devices, wave[-1])
-        return tuple(tuple(i for i, one in enumerate(wave) if one == number) for number in range(max(wave) + 1))
+            wave[at] = max(before) + 1
+            on_device |= dict.fromkeys(piece.devices, wave[at])
+        return tuple(tuple(i for i in sorted(wave) if wave[i] == number) for number in range(max(wave.values()) + 1))
 
 
 def plan_waves(graph: TaskGraph, devices: Devices, *, effort: int = EFFORT) -> WavePlan:
     """Plan one training step of all tasks of `graph`, which is Spindle's problem (arXiv 2409.03365, section 3).
 
     Starts are Spindle's waves under each of its rules, of which the shortest is taken, and orders without levels. Each
-    is improved by local search of so much `effort`, and the best of them again; all are placed and timed, and the
-    shortest step is kept, of equal ones that of fewest pieces. Spindle's own are among them, so a plan is never longer.
-    Equal arguments give equal plans.
+    is improved by local searches of so much `effort`, and the best of them again; all are placed and timed, and the
+    shortest step is kept, of equal ones that of fewest pieces. Spindle's own are among them, so a plan is never
+    longer. Equal arguments give equal plans.
 
     Raises FitsNoDevicesError.
     """
@@ -104,10 +105,15 @@ def _orders(problem: Problem, bound: Relaxed, effort: int) -> Iterator[tuple[str
     yield from starts.items()
     enough = bound.bound_ms * (1 + 1e-9)
     better = {name: improved(problem, start, effort, enough) for name, start in starts.items()}
-    yield from ((f"{name}, improved", order) for name, order in better.items())
+    found = {f"{name}, improved": order for name, order in better.items()}
     name = min(better, key=lambda one: _ms(problem, better[one]))
     for seed in range(1, _AGAIN + 1):
-        yield f"{name}, improved again {seed}", improved(problem, better[name], effort, enough, seed)
+        found[f"{name}, improved again {seed}"] = improved(problem, better[name], effort, enough, seed)
+    found[f"{name}, with loans"] = improved(problem, starts[name], effort, enough, loans=True)
+    for seed in range(1, _AGAIN + 1):
+        best = min(found.values(), key=lambda one: _ms(problem, one))
+        found[f"the best, with loans {seed}"] = improved(problem, best, effort, enough, seed, loans=True)
+    yield from found.items()
     yield "whole", _whole(problem, bound)
 
 

@@ -19,7 +19,15 @@ from fxpar.ir.strategy import Strategy
 from fxpar.rounds import TeamCost, plan_rounds
 from tests.batching.planning import SQUARE, no_switches, seconds
 
-FORMATIONS = ("cp4 | cp2 | dp2", "cp2 | dp1 | dp1", "tp2 > tp2 | dp4", "dp2+zero3 | cp2", "rows2 | dp2", "cp2 | cp2")
+FORMATIONS = (
+    "cp4 | cp2 | dp2",
+    "cp2 | dp1 | dp1",
+    "tp2 > tp2 | dp4",
+    "dp2+zero3 | cp2",
+    "rows2 | dp2",
+    "cp2 | cp2",
+)
+IN_STEP = "cp2+zero3 | dp2+zero3"
 LIMIT = 64
 
 
@@ -39,7 +47,7 @@ def world_of(formation: str) -> int:
     return Strategy.parse(formation).world
 
 
-@given(st.lists(st.integers(1, LIMIT), min_size=1, max_size=40), st.sampled_from(FORMATIONS), st.booleans())
+@given(st.lists(st.integers(1, LIMIT), min_size=1, max_size=40), st.sampled_from((*FORMATIONS, IN_STEP)), st.booleans())
 @example([64, 1], "cp4 | cp2 | dp2", True)
 def test_each_sequence_runs_once_where_it_fits(lengths, formation, packed):
     (group,) = groups = length_groups({LIMIT: formation}, world=world_of(formation))
@@ -69,6 +77,20 @@ def test_the_time_is_that_of_the_slowest_team():
         assert len(mine) == team.replicas
     assert part.predicted_s == pytest.approx(max(times))
     assert (first.token_budget, second.token_budget) == (64, 32)  # as many tokens per rank
+
+
+def test_in_step_each_position_takes_what_the_slowest_team_does():
+    lengths, formation = [38, 24, 30, 19, 29, 24, 17], IN_STEP
+    groups = length_groups({LIMIT: formation}, world=4)
+    cost = costs_of(formation)
+    (part,) = plan_batch(lengths, groups, [cost], no_switches).groups
+    of = (cost.teams[0], cost.teams[1], cost.teams[1])  # by replica
+    pairs = zip(part.replicas, of, strict=True)
+    runs = [[one.seconds([lengths[i] for i in micro.sequences]) for micro in mine] for mine, one in pairs]
+    positions = [max(found) for found in itertools.zip_longest(*runs, fillvalue=0.0)]
+    assert part.lockstep
+    assert part.predicted_s == pytest.approx(sum(positions))
+    assert sum(positions) > max(map(sum, runs))
 
 
 @given(

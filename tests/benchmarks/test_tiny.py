@@ -47,7 +47,7 @@ def test_runs(script, capfd, tmp_path, name):
     assert (tmp_path / "found.json").stat().st_size > 2
 
 
-@pytest.mark.parametrize("piece", ["step", "attention", "packed", "switch"])
+@pytest.mark.parametrize("piece", ["step", "experts", "offload", "attention", "packed", "switch"])
 def test_pieces_for_a_gpu_run(script, capfd, piece):
     run(script("gpu_single").main, piece, "--device", "cpu", "--tiny")
     assert capfd.readouterr().out.strip()
@@ -83,6 +83,16 @@ def test_a_plan_against_one_strategy_on_two_nodes(script, capsys, lengths):
     assert set(found) == set(plans)
     # Paced groups wait for what is predicted.
     assert all(one["measured_s"] > 0.9 * one["predicted_s"] for one in found.values())
+
+
+@pytest.mark.parametrize("paced", [False, True])
+def test_compressed_experts_on_two_nodes(script, capsys, paced):
+    module = script("lsh_nodes")
+    found = run_forked(4, lambda _: module.measure(1e3, 1, paced, tiny=True))[0]
+    module.show(found, 1e3, 0.45)
+    assert "times as fast" in capsys.readouterr().out
+    # Paced kernels wait for what they are priced.
+    assert not paced or all(one["measured_s"] > 0.9 * one["predicted_s"] for one in found.values())
 
 
 def test_make_bench_runs_the_commands_of_the_page(script):

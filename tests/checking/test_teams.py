@@ -18,6 +18,7 @@ FORMATIONS = [
     ("tp2 > rows2 | pp2+zb_h1", "llama of two"),
     ("tp2+remat[*.attention: cp2] | dp1+chunks(2)", "llama"),
     ("rows2 | dp3", "llama"),
+    ("ring2.tp2+zero3 | cp2.tp2+zero3", "llama"),
 ]
 PIPELINES = ("pp2", "tp2 > dp1", "dp2.pp2+zero1", "pp2+gpipe")
 

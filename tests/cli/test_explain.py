@@ -124,6 +124,15 @@ def test_no_axis_no_choice(model):
     assert (value["axes"], value["undecided_axes"]) == ([], ["dp"])
 
 
+def test_a_rule_says_whether_there_is_something_to_decide(model):
+    """Where its modules cut weights, and the strategy none; and the other way round."""
+    none = "nothing to decide"
+    for text, ffn, head in (("cp2[*.ffn: tp2+sp]", "search", none), ("tp2+sp[*.ffn: cp2]", none, "search")):
+        for fqn, by in (("layers.0.ffn.up_proj.weight", ffn), ("head.weight", head)):
+            (one,) = answer(model, "-s", text, fqn)["answers"]
+            assert one["values"][0]["decided"]["by"] == by
+
+
 def test_override(model):
     words = ("-s", "tp2", "--override", "*.down_proj.weight=R@tp", "layers.0.ffn.down_proj.weight")
     (value,) = answer(model, *words)["answers"][0]["values"]

@@ -10,6 +10,9 @@ import pytest
 
 from fxpar.cli.plan_galvatron import GalvatronRequest, parse_memory, run_import_galvatron, run_plan_galvatron
 from fxpar.errors import GalvatronKeyError, NothingFitsError, OutputError, PlanOptionError
+from fxpar.search.plan_file import read_plan
+from tests.cli.helpers import fxpar
+from tests.cli.training import CONFIG, finish, start, write_corpus
 from tests.search.profiles import SHIPPED
 
 CASE = {"profiles": str(SHIPPED), "devices": 8, "batch": 64, "seq_len": 2048, "memory": "38GB"}
@@ -86,6 +89,51 @@ def test_a_plan_that_does_not_say_for_how_many(tmp_path, capsys):
         run_import_galvatron(str(tmp_path / "plan.json"))
     run_import_galvatron(str(tmp_path / "plan.json"), devices=4)
     assert "dp2.pp2+zero2" in capsys.readouterr().out
+
+
+SMALL = {"pp_deg": 1, "tp_sizes_enc": "2,1", "dp_types_enc": "0,1", "checkpoint": "1,0", "global_bsz": 8, "chunks": 4}
+OPTIONS = ("layers=2", "dim=32", "heads=4", "kv_heads=2", "ffn=48", "vocab=300")
+
+
+def imported(folder, *words):
+    (folder / "galvatron.json").write_text(json.dumps(SMALL | {"world_size": 2}))
+    options = [word for option in OPTIONS for word in ("--set", option)]
+    return fxpar("plan", "llama", *options, "--import", folder / "galvatron.json", *words)
+
+
+def test_an_imported_plan_is_one_of_fxpars(tmp_path):
+    status, out, err = imported(tmp_path, "--seq-len", "64", "-o", tmp_path / "plan.toml")
+    assert (status, err) == (0, "")
+    assert f"the plan is in {tmp_path / 'plan.toml'}" in out
+    plan = read_plan(str(tmp_path / "plan.toml"))
+    assert (plan.model, plan.options, plan.world, plan.tokens_per_step) == ("llama", OPTIONS, 2, 8 * 64)
+    (group,) = plan.groups
+    assert group.strategy == "rows2+zero2[layers.0: tp2+sp+zero0+remat; layers.1: +zero3]"
+    assert (group.limit, group.token_budget) == (64, 2 * 64)
+
+
+def test_an_imported_plan_is_for_as_many_layers(tmp_path):
+    status, _, err = imported(tmp_path, "--set", "layers=3", "--seq-len", "64", "-o", tmp_path / "plan.toml")
+    assert status == 1
+    assert "it has 3 layers, and " in err
+    assert "is for 2. Give it as many with --set" in err
+
+
+def test_what_an_imported_plan_is_for_is_said(tmp_path):
+    status, _, err = imported(tmp_path, "-o", tmp_path / "plan.toml")
+    assert status != 0
+    assert "--seq-len" in err
+
+
+@pytest.mark.nightly
+def test_an_imported_plan_trains(tmp_path):
+    """Two ranks, some steps."""
+    assert imported(tmp_path, "--seq-len", "128", "-o", tmp_path / "plan.toml")[0] == 0
+    write_corpus(tmp_path / "corpus")
+    (tmp_path / "tiny.toml").write_text(CONFIG.replace("layers = 1", "layers = 2"))
+    status, out, err = finish(start(tmp_path, "tiny.toml", "--plan", "plan.toml", "--set", "run.steps=2"))
+    assert status == 0, out + err
+    assert "rows2+zero2[layers.0: tp2+sp+zero0+remat; layers.1: +zero3]" in out
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 import typer
 
+from fxpar.cli.options import GraphSource
 from fxpar.cli.rounds import run_rounds
 from fxpar.cli.rounds_commands import RoundsRequest
+from fxpar.cli.shallow import Shallow
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.group import group_cost
 from fxpar.errors import (
     BatchRangeError,
     DegreeError,
@@ -21,7 +25,10 @@ from fxpar.errors import (
     SequenceFitsNoTeamError,
     UnknownRoundCostError,
 )
+from fxpar.ir.strategy import Strategy
+from fxpar.memory import predict_memory
 from fxpar.rounds import PUBLISHED
+from fxpar.search.chosen import of_ranks
 
 
 @pytest.fixture
@@ -34,7 +41,9 @@ def lengths(tmp_path):
 
 
 def words(path: str, **changed: object) -> RoundsRequest:
-    return RoundsRequest(**({"devices": 16, "lengths": path, "max_length": 40_000, "batch": 40} | changed))
+    return RoundsRequest(
+        **({"source": GraphSource(""), "devices": 16, "lengths": path, "max_length": 40_000, "batch": 40} | changed)
+    )
 
 
 def test_the_plan_as_json(lengths, tmp_path, capsys):
@@ -71,6 +80,25 @@ def test_the_plan_as_json(lengths, tmp_path, capsys):
     assert "left out: 1 longer than 40,000 tokens" in out
 
 
+def test_a_model_on_a_cluster(tmp_path):
+    """Each team takes and holds what its strategy on all devices is predicted to."""
+    (tmp_path / "lengths.txt").write_text("700\n90\n80\n")
+    asked = {"source": GraphSource("llama", options=("layers=1",)), "devices": 2, "cost": "h100", "max_length": None}
+    asked |= {"lengths": str(tmp_path / "lengths.txt"), "memory": "3MB", "json": str(tmp_path / "plan.json")}
+    run_rounds(words(**{"path": asked.pop("lengths"), **asked}))
+    data = json.loads((tmp_path / "plan.json").read_text())
+    cluster, model = of_ranks(ClusterSpec.from_file("h100"), 2), Shallow(asked["source"])
+    groups = [group for each in data["batches"][0]["micro_batches"] for group in each["groups"]]
+    assert {group["ranks"][1] - group["ranks"][0] + 1 for group in groups} == {1, 2}
+    for group in groups:
+        team = "dp2+zero3" if group["ranks"][0] == group["ranks"][1] else "cp2+zero3"
+        program = model.lower(Strategy.parse(team), 1)
+        assert group["predicted_ms"] == pytest.approx(1e3 * group_cost(program, cluster).seconds(group["lengths"]))
+        assert predict_memory(program, {"T": sum(group["lengths"])}, cluster=cluster).peak_bytes <= 3e6
+    long = predict_memory(model.lower(Strategy.parse("dp2+zero3"), 1), {"T": 700}, cluster=cluster)
+    assert long.peak_bytes > 3e6
+
+
 def test_only_json_on_stdout(lengths, capsys):
     run_rounds(words(lengths[1], json="-"))
     assert json.loads(capsys.readouterr().out)["batches"][0]["static_degree"] == 16
@@ -96,12 +124,19 @@ def test_a_file_of_constants_and_degrees_of_its_own(lengths, tmp_path, capsys):
         ({"degrees": "1,32"}, DegreeError, "degree 32: a team has from 1 to 16 ranks"),
         ({"cost": "flexsp-70b"}, UnknownRoundCostError, "did you mean 'flexsp-7b'"),
         ({"memory": "1GiB"}, RoundCostError, "nothing is left"),
+        ({"cost": "h100"}, UnknownRoundCostError, "fxpar rounds MODEL --cost h100"),
         ({"json": "no/such/folder.json"}, OutputError, "folder"),
     ],
 )
 def test_mistakes(lengths, changed, error, message):
     with pytest.raises(error, match=message):
         run_rounds(words(lengths[1], **changed))
+
+
+def test_a_cluster_needs_a_model(lengths, tmp_path):
+    (tmp_path / "cluster.json").write_text(json.dumps({"nodes": 1, "devices_per_node": 8}))
+    with pytest.raises(RoundCostError, match="it describes a cluster, and there is no model"):
+        run_rounds(words(lengths[1], cost=str(tmp_path / "cluster.json")))
 
 
 @pytest.mark.parametrize("text", ["1\nnan\n", "1\n-5\n", ""])
@@ -119,6 +154,8 @@ def test_lengths_that_are_none(tmp_path, text):
         ({"degrees": "a"}, "is not a list such as"),
         ({"degrees": "0,1"}, "is not a list such as"),
         ({"memory": "lots"}, "is not a size"),
+        ({"source": GraphSource("llama")}, "flexsp-7b is the cost of a model of its own; with MODEL name a cluster"),
+        ({"strategy": "cp16"}, "it is of a model; name MODEL"),
     ],
 )
 def test_words_that_cannot_be_read(changed, message):

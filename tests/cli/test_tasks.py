@@ -12,7 +12,8 @@ import typer
 
 from fxpar.cli.tasks import ranges, run_tasks
 from fxpar.cli.tasks_commands import TasksRequest
-from fxpar.errors import FitsNoDevicesError, OutputError, TaskGraphError
+from fxpar.cli.tasks_file import read_model_tasks
+from fxpar.errors import FitsNoDevicesError, OutputError, TaskGraphError, TasksFileError
 
 
 @pytest.fixture
@@ -84,6 +85,7 @@ def test_a_tower_that_fits_nowhere(file):
         (("run", 4, "x.json"), "'run' is none of plan"),
         (("plan", 4), "name a file or a --case"),
         (("plan", 4, "x.json", "clip-4"), "one of the two"),
+        (("plan", None, "x.json"), "say how many devices there are"),
     ],
 )
 def test_words_that_cannot_be_read(words, message):
@@ -101,3 +103,80 @@ def test_no_torch_is_imported(file):
         f"app(['tasks', 'plan', {file!r}, '--devices', '2'], standalone_mode=False); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)))
+
+def loss(model, batch):
+    return model(batch["x"]).square().sum()
+
+def example():
+    return {"x": torch.ones(4, 8)}
+"""
+TASKS = """
+model = "towers.py:build"
+devices = 1
+
+[tasks.both]
+loss = "towers.py:loss"
+batches = 2
+dynamic = {x = {0 = "B"}}
+example = {x = "f32[4, 8]"}
+"""
+
+
+@pytest.fixture
+def of_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("towers.py").write_text(MODEL)
+    Path("tasks.toml").write_text(TASKS)
+    return "tasks.toml"
+
+
+def test_a_plan_of_a_model(of_model, capsys):
+    run_tasks(TasksRequest("plan", None, of_model, json="plan.json", output="plan.html"))
+    out = capsys.readouterr().out
+    assert "tasks.toml on 1 devices: 2 MetaOps" in out
+    assert "strategy" in out
+    piece = json.loads(Path("plan.json").read_text())["pieces"][0]
+    assert (piece["task"], piece["strategy"], piece["layers"]) == ("both", "dp1", [0, 1])
+    assert piece["modules"] == ["0", "1"]
+    assert "layers 0 to 1, backward" in Path("plan.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("model =", "modle =", "'tasks.toml', modle: this key is unknown; did you mean 'model'"),
+        ('loss = "towers.py:loss"', "", r"tasks.both: it has no loss, nor has the model. Write loss ="),
+        ("f32[4, 8]", "f33[4, 8]", r"tasks.both.example.x: 'f33\[4, 8\]' is no tensor"),
+        ("f32[4, 8]", "f32[0, 8]", "has a size below 1"),
+        ("batches = 2", "batches = 0", "tasks.both.batches: 0 is no number of batches"),
+        ("batches = 2", 'batches = "2"', "tasks.both.batches: '2' is not a number"),
+        ('{0 = "B"}', "{0 = 1}", "tasks.both.dynamic.x: .* are no dims with names"),
+        ('{x = "f32[4, 8]"}', '"towers.py:build"', "tasks.both.example: it returned Sequential"),
+        ("[tasks.both]", "[tasks.both", "it is no TOML"),
+        ("devices = 1", "devices = 0", "0 is no number of devices"),
+    ],
+)
+def test_mistakes_in_a_file_of_a_model(of_model, old, new, message):
+    Path(of_model).write_text(TASKS.replace(old, new))
+    with pytest.raises(TasksFileError, match=message):
+        read_model_tasks(of_model, None, 8)
+
+
+def test_a_file_may_name_functions_and_models_that_bring_all(of_model):
+    Path(of_model).write_text(
+        'model = "mlp"\n[tasks.one]\n[tasks.two]\nexample = "towers.py:example"\nloss = "towers.py:loss"'
+    )
+    read = read_model_tasks(of_model, 2, 8)
+    one, two = (task for task, _ in read.tasks.values())
+    assert one.loss is read.model.loss
+    assert two.example is not None
+    assert two.example["x"].shape == (4, 8)
+    assert read.cluster.world == 2

@@ -53,8 +53,40 @@ def test_one_team_at_a_time(words, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_switch_between_formations_moves_nothing():
-    status, out, err = fxpar("switch", "llama", "--from", "dp1 | cp2 | dp1", "--to", "cp2 | dp2", "--json", "-")
+def test_check_takes_all_formations():
+    status, out, err = fxpar("check", "mlp", "-s", "rounds(cp2),dp1", "--json", "-")
+    assert status == 0, err
+    assert [one["strategy"] for one in json.loads(out)["results"]] == ["cp2", "dp2", "dp1"]
+
+
+def test_memory_takes_all_formations():
+    """With as many tokens per rank."""
+    status, out, err = fxpar(
+        "memory", "llama", "--set", "layers=1", "-s", "rounds(cp4, 2)", "--tokens", "64", "--json", "-"
+    )
+    assert status == 0, err
+    found = [(one["strategy"], one["sizes"]["T"]) for one in json.loads(out)["strategies"]]
+    assert found == [("cp4", 64), ("dp2.cp2", 32)]
+
+
+@pytest.mark.parametrize("command", ["dump", "explain", "diff", "order"])
+def test_one_formation_at_a_time(command):
+    status, _, err = fxpar(command, "mlp", "-s", "rounds(cp4)")
+    assert status == 1
+    assert "'rounds(cp4)' stands for 4 strategies: cp4, dp2.cp2, cp2 | dp2, dp4. `fxpar check` and" in err
+
+
+def test_one_team_in_step_is_named_as_it_is_lowered():
+    status, _, err = fxpar("explain", "mlp", "-s", "cp2+zero3 | dp2+zero3")
+    assert status == 1
+    assert "Name one of them, such as 'dp2.cp2+zero3': " in err
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("dp1 | cp2 | dp1", "cp2 | dp2"), ("cp2+zero3 | dp2+zero3", "dp4+zero3")], ids=["apart", "in step"]
+)
+def test_switch_between_formations_moves_nothing(old, new):
+    status, out, err = fxpar("switch", "llama", "--from", old, "--to", new, "--json", "-")
     assert status == 0, err
     found = json.loads(out)
     assert [value for name, value in found.items() if name.endswith("node_bytes")] == [0, 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from fxpar.cost.calls import handed_on_s, node_costs
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.group import group_cost, rank_costs
+from fxpar.cost.group import group_cost, rank_costs, simulated_s
 from fxpar.cost.group_cost import GroupCost
 from fxpar.cost.polynomial import Polynomial
 from fxpar.errors import ClusterError, CostModelError
@@ -106,3 +107,28 @@ def test_of_ranks_that_take_turns_the_mean_counts():
     assert alone.seconds([4096]) == pytest.approx(max(positions))
     hardly = replace(PAIR, device=replace(PAIR.sustained, shared_by=1.0001))
     assert group_cost(program("pp2"), hardly).seconds([4096]) == pytest.approx(max(positions), rel=1e-3)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 4.0), st.floats(0.0, 0.1)), min_size=1, max_size=4),
+    st.lists(st.integers(1, 50), min_size=1, max_size=6),
+    st.sampled_from(["1f1b", "gpipe"]),
+)
+def test_stages_that_differ_take_no_more_than_the_slowest_in_all_places(numbers, lengths, kind):
+    """And with stages that are alike, in micro-batches that are, just as much."""
+    positions = [Polynomial(Fraction(fixed), Fraction(each)) for fixed, each in numbers]
+    runs = sorted(([n] for n in lengths), reverse=True)
+    slowest = GroupCost(max(a for a, _ in numbers), max(b for _, b in numbers), 0.0, len(numbers), schedule=kind)
+    assert simulated_s(positions, kind, runs) <= slowest.replica_s(runs) * (1 + 1e-9)
+    alike = [positions[0]] * len(positions)
+    cost = GroupCost(*numbers[0], 0.0, len(numbers), schedule=kind)
+    same = [[lengths[0]]] * len(lengths)
+    assert simulated_s(alike, kind, same) == pytest.approx(cost.replica_s(same))
+
+
+def test_a_pipeline_waits_for_its_slowest_stage():
+    """Three micro-batches: the second stage is busy with all of them, behind and in front of a third and two of the
+    first one's second.
+    """
+    positions = [Polynomial(Fraction(1)), Polynomial(Fraction(4))]
+    assert simulated_s(positions, "1f1b", [[1]] * 3) == pytest.approx(1 / 3 + 3 * 4 + 2 / 3)

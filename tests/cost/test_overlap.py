@@ -18,6 +18,7 @@ from fxpar.cost.group import group_cost
 from fxpar.cost.overlap import exposed_s
 from fxpar.errors import ClusterError
 from tests.cost.programs import DEVICE, NODE, program
+from tests.repeat import examples
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -96,7 +97,7 @@ def test_a_fetch_queues_behind_its_copy_and_blocks_nobody():
     assert story.exposed() == [0.0, 2.0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_the_sum_is_what_a_clock_says(data: st.DataObject):
     """Whole seconds, so a clock of one second steps is exact; no slowdown."""

@@ -47,7 +47,7 @@ def samples() -> list[Sizes]:
 
 
 def fit(count):
-    return fitted([count(one.tokens) for one in samples()], samples()[0])
+    return fitted([count(one.tokens) for one in samples()], samples()[0].tokens, samples()[0].most)
 
 
 @pytest.mark.parametrize("c", [(7, 3, 2), (-5, 3, 0), (0, 0, 0), (-2, -3, 4)])

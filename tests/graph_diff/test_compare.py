@@ -14,6 +14,7 @@ from fxpar.graph_diff.lines import packs_a_bucket
 from fxpar.graph_diff.modules import ModulePlace
 from fxpar.lowering import lower
 from tests.graph_diff.graphs import STRATEGIES, difference, logical, lowered, side
+from tests.repeat import thinned
 
 PAIRS = list(itertools.combinations(STRATEGIES, 2))
 
@@ -26,7 +27,7 @@ def test_nothing_differs_from_itself(strategy):
     assert all(row.old == row.new for row in [*diff.blocks, *diff.collectives])
 
 
-@pytest.mark.parametrize(("old", "new"), PAIRS)
+@pytest.mark.parametrize(("old", "new"), thinned(PAIRS, [("tp2", "dp2.tp2+sp+zero3")]))
 def test_the_other_way_round(old, new):
     there, back = difference(old, new), difference(new, old)
     assert there.differs

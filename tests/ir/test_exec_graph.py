@@ -13,6 +13,7 @@ from torch import fx
 
 from fxpar.ir.exec_graph import Communication, collective_kind, make_tensors_on, substitute_tokens
 from fxpar.ir.graph import TensorMeta, dim_symbol
+from fxpar.ir.node_meta import is_backward
 from fxpar.lowering import lower
 from fxpar.runtime.micro import local_batch
 from fxpar.runtime.padding import pad_batch
@@ -146,6 +147,7 @@ def test_constants_travel_with_the_program():
 
 
 _PRINT = """
+from fxpar.ir.node_meta import is_backward
 from fxpar.lowering import lower
 from tests.captured import mlp
 for text in {texts!r}:
@@ -182,3 +184,16 @@ def test_what_a_graph_makes_from_nothing_is_made_on_the_device():
     results = fx.GraphModule(torch.nn.Module(), graph)(torch.empty(2, device="meta"))
     assert [one.device.type for one in results] == ["meta"] * 4
     assert [sorted(node.kwargs) for node in made] == [["device"], ["device"], [], []]
+
+
+@pytest.mark.parametrize("strategy", ["cp2", "dp2.tp2+sp+zero3"])
+def test_the_loss_alone_needs_no_backward(strategy):
+    """What evaluation runs of a step, and no gradient is reduced for it."""
+    program = lowered(llama(), strategy)
+    run = [node for node in program.loss_body.graph.nodes if node.op == "call_function"]
+    assert run
+    assert not any(is_backward(node) for node in run)
+    losses = [out for out in program.outputs if out.kind == "loss"]
+    assert len(program.loss.results) == len(losses)
+    assert {source for source, _ in program.loss.sources} <= {"body", "prologue", "input"}
+    assert max(i for source, i in program.loss.sources if source == "body") < len(program.loss_body.results)

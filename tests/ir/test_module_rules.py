@@ -35,7 +35,8 @@ def ruled(draw) -> Strategy:
         remat = draw(st.sampled_from([None, Remat("none"), Remat("full"), Remat("selective", collectives="keep")]))
         chunks = draw(st.sampled_from([None, 1, 16]))
         shares = (draw(st.sampled_from([None, 0.0, 0.25, 1.0])) for _ in ("offload", "lsh"))
-        rules.append(ModuleRule(glob, axes, draw(st.booleans()) and bool(axes), zero, remat, chunks, *shares))
+        capacity = draw(st.sampled_from([None, 0.0, 1.0, 1.25]))
+        rules.append(ModuleRule(glob, axes, draw(st.booleans()) and bool(axes), zero, remat, chunks, *shares, capacity))
     return Strategy((("dp", 2), *factored(draw, world)), draw(st.booleans()), rules=tuple(rules))
 
 
@@ -144,7 +145,7 @@ def test_two_rules_for_one_module():
             "those inside of a replica, tp, cp, ring, rows, ep; dp is of all modules",
         ),
         ("tp2[*.mlp: +sp]", "sp goes with axes"),
-        ("tp2[*.mlp: +zeor3]", " Flags are sp, zero0, zero1, zero2, zero3, remat, offload, lsh, chunks (at"),
+        ("tp2[*.mlp: +zeor3]", " Flags are sp, zero0, zero1, zero2, zero3, remat, offload, lsh, capacity, chunks (at"),
         ("tp2[]", "there are no rules in the brackets"),
         ("tp2[*.mlp: +1f1b]", "a schedule, cuts and role"),
         ("tp2[*.mlp: +cut(a)]", "a schedule, cuts and role"),

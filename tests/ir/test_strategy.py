@@ -58,7 +58,9 @@ def strategies(draw) -> Strategy:
     assume(math.prod(dict(axes).values()) <= MOST_RANKS)
     pipeline, chunks = draw(pipelines(dict(axes).get("pp", 1))), draw(st.integers(1, MOST_CHUNKS))
     share = st.one_of(st.just(0.0), st.just(1.0), st.integers(1, 10**6).map(lambda share: share / 10**6))
-    return Strategy(axes, *flags, pipeline, chunks=chunks, offload=draw(share), lsh=draw(share))
+    capacity = st.one_of(st.just(0.0), st.integers(10**6, 10**9).map(lambda capacity: capacity / 10**6))
+    shares = {"offload": draw(share), "lsh": draw(share), "capacity": draw(capacity)}
+    return Strategy(axes, *flags, pipeline, chunks=chunks, **shares)
 
 
 @given(strategies())
@@ -289,6 +291,13 @@ SYNTAX = [
     ("tp2+lsh(1.1)", "'lsh(1.1)'", "'1.1' is no share"),
     ("tp2+lsh", "'lsh'", "there is no share of what experts are given; write one above 0 and up to 1, such as"),
     ("tp2+lsh(0.2)+lsh(0.2)", "'tp2+lsh(0.2)+lsh(0.2)'", "flag 'lsh' is given twice"),
+    (
+        "ep2+capacity",
+        "'capacity'",
+        "there is no capacity; write a number of 1 or more, such as capacity(1.25)",
+    ),
+    ("ep2+capacity(0.99)", "'capacity(0.99)'", "'0.99' is no capacity"),
+    ("ep2+capacity(2)+capacity(2)", "'ep2+capacity(2)+capacity(2)'", "flag 'capacity' is given twice"),
     ("tp2+ofload", "'ofload'", "did you mean 'offload'?"),
     ("tp2+chunks", "'chunks'", "write in how many chunks of tokens the loss runs, such as chunks(16)"),
     ("tp2+chunks(0)", "'chunks(0)'", "the loss runs in 1 to 64 chunks"),

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 from fxpar.annotate.driver import annotate
-from fxpar.errors import NotYetError, TeamsBufferError
+from fxpar.errors import NotYetError, TeamsBufferError, TeamsGatherError
 from fxpar.graph_files import load_graph, save_graph
 from fxpar.ir.pipeline_graph import PipelineGraph, TeamsGraph, position_of
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
 from fxpar.lowering.driver import outline
 from fxpar.memory import predict_memory
+from fxpar.memory.predict import memory_over_time
 from fxpar.runtime.micro import replica_of
 from fxpar.switch import layout_of
 from fxpar.tracer import capture
@@ -77,6 +80,39 @@ def test_a_budget_is_meant_at_the_tokens_of_the_team():
 def test_a_graph_of_one_mesh_is_refused():
     with pytest.raises(NotYetError, match="of_team"):
         annotate(llama(2).graph, Strategy.parse(FORMATION))
+
+
+@pytest.mark.parametrize(
+    ("formation", "why"),
+    [
+        ("dp2+zero3 | tp2+zero3", "'tp2+zero3' gathers or reduces otherwise than 'dp2+zero3'"),
+        ("dp1+zero3 | cp2+zero3 | dp1+zero3", "'cp2+zero3' begins at rank 1 of 4, which are no multiples of the 2 of"),
+        ("cp2+zero3 | dp1+zero3", "'cp2+zero3' begins at rank 0 of 3"),
+        ("cp2.tp2+sp+zero3 | cp2.tp2+zero3", "'cp2.tp2+zero3' gathers or reduces otherwise"),  # what sp sums over tp
+        ("cp2+zero3+remat | dp2+zero3", "gathers or reduces otherwise"),  # gathers again what it reads first
+        ("cp2.dp2+zero3 | dp4+zero3", "'cp2.dp2+zero3' does not begin with dp"),
+    ],
+)
+def test_teams_that_cannot_gather_together_are_refused(formation, why):
+    with pytest.raises(TeamsGatherError, match=re.escape(why)):
+        lower(llama(2).graph, formation, for_store=True)
+
+
+def test_teams_in_step_lie_as_one_strategy_of_all_ranks(tmp_path):
+    """Whatever each saves: the gathers of a layer and its reductions are in one order."""
+    program = lower(llama(2).graph, "cp2+zero3+offload | dp2+zero3", for_store=True)
+    one = lower(llama(2).graph, "dp4+zero3", for_store=True)
+    assert isinstance(program, TeamsGraph)
+    for fqn, param in layout_of(one).params.items():
+        (ours,), (theirs,) = layout_of(program).params[fqn].copies, param.copies
+        assert all(ours.boxes(rank, param.shape) == theirs.boxes(rank, param.shape) for rank in range(4)), fqn
+    assert layout_of(outline(llama(2).graph, "cp2+zero3+offload | dp2+zero3")).params == layout_of(program).params
+    assert [replica_of(program, rank) for rank in range(4)] == [0, 0, 1, 2]
+    assert [list(program.beside(team)) for team in (0, 1)] == [[0, 1, 2]] * 2
+    assert all(team.parts["epilogue"].is_empty for team in program.teams)  # the loss stays that of a replica
+    save_graph(tmp_path / "teams.fxpar", program)
+    assert load_graph(tmp_path / "teams.fxpar").fingerprint() == program.fingerprint()
+    assert [one.ranks for one in memory_over_time(program, {"T": 64}).ranks] == [(0, 1), (2, 3)]
 
 
 class Normed(nn.Module):

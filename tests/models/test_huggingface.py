@@ -65,10 +65,10 @@ def test_options_reach_the_configuration_under_either_name():
 def test_a_mixture_of_experts_is_small_and_has_experts():
     """With layers of both kinds, and experts that run in float64 beside a captured graph."""
     config = config_of("hf:deepseek_v3")
-    assert (config.n_routed_experts, config.num_experts_per_tok, config.first_k_dense_replace) == (6, 2, 1)
+    assert (config.n_routed_experts, config.num_experts_per_tok, config.first_k_dense_replace) == (8, 2, 1)
     assert (config.n_group, config.topk_group, config.moe_intermediate_size) == (2, 1, 44)
     assert config._experts_implementation == "eager"
-    assert config_of("hf:dots1").n_routed_experts == 6  # which leaves it open
+    assert config_of("hf:dots1").n_routed_experts == 8  # which leaves it open
 
 
 def test_published_size_on_meta():

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from fxpar.ops.copies import copies, mean_copies, meta_copies, own_ids, sum_copies
+from fxpar.ops.copies import copies, mean_copies, own_ids, sum_copies
 
 
 def routes(tokens: int, slots: int, experts: int) -> torch.Tensor:
@@ -54,4 +54,3 @@ def test_ids_of_a_rank() -> None:
 @pytest.mark.parametrize(("slots", "experts", "ranks", "mean"), [(1, 4, 4, 1), (4, 4, 2, 2), (2, 4, 2, Fraction(5, 3))])
 def test_copies_in_the_mean(slots: int, experts: int, ranks: int, mean: Fraction) -> None:
     assert mean_copies(slots, experts, ranks) == mean
-    assert meta_copies(torch.empty(6, slots, device="meta"), experts, ranks)[0].shape == (int(6 * mean),)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxpar.ops  # noqa: F401  registers the ops
 from fxpar.errors import OpInputError, UnsupportedOpError
+from fxpar.ops.copies import own_rows
 
 own = torch.ops.fxpar
 N, D, F = 7, 5, 3
@@ -46,13 +49,40 @@ def by_token(x: Tensor, w: Tensor, p: Tensor, ids: Tensor) -> Tensor:
     return own.weighted_sum(rows, p)
 
 
-def by_parts(x: Tensor, w: Tensor, p: Tensor, ids: Tensor) -> Tensor:
-    order, counts = own.route_rows(ids, w.shape[0])
-    rows = own.grouped_mm(own.dispatch(x, order, ids.shape[1]), w, counts)
-    return own.combine(rows, p, order, ids.shape[1])
+def by_parts(x: Tensor, w: Tensor, p: Tensor, ids: Tensor, route: Any = own.route_rows) -> Tensor:
+    order, counts = route(ids, w.shape[0])
+    rows = own.grouped_mm(own.dispatch(x, order, ids), w, counts)
+    return own.combine(rows, p, order, ids)
 
 
+def by_own_parts(x: Tensor, w: Tensor, p: Tensor, ids: Tensor) -> Tensor:
+    return by_parts(x, w, p, ids, own_rows)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("way", [by_token, by_parts])
+@pytest.mark.parametrize("routing", ["spread", "alike", "absent"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+@pytest.mark.parametrize(("width", "inner"), [(64, 32), (8, 24), (5, 3), (12, 20)])
+def test_kernels_of_a_gpu(way, routing, dtype, tolerance, width, inner):
+    """Also where a row's bytes do not fit the kernel's alignment, and where experts have no row."""
+    g = torch.Generator().manual_seed(1)
+    shapes = (N, width), (4, width, inner), (N, 2)
+    made = [torch.randn(*shape, generator=g).to(dtype) for shape in shapes]
+    ids = ids_of(routing, 2, 4)
+    found = []
+    for device, wide in (("cpu", torch.float64), ("cuda", dtype)):
+        given = [x.to(device, wide).requires_grad_() for x in made]
+        out = way(*given, ids.to(device))
+        grad = torch.linspace(-1, 1, out.numel(), device=device, dtype=wide).view_as(out)
+        found.append([out.detach(), *torch.autograd.grad(out, given, grad)])
+    for want, have in zip(*found, strict=True):
+        assert have.dtype == dtype
+        difference = (have.cpu().double() - want).norm()
+        assert difference <= tolerance * want.norm()
+
+
+@pytest.mark.parametrize("way", [by_token, by_parts, by_own_parts])
 @pytest.mark.parametrize("routing", ["spread", "alike", "absent"])
 @pytest.mark.parametrize(("slots", "experts"), [(1, 1), (1, 4), (2, 4), (3, 16), (8, 8)])
 def test_a_loop_over_tokens_gives_the_same(way, routing, slots, experts):
@@ -71,6 +101,8 @@ def test_rows_of_an_expert_stay_in_order_and_others_come_last():
     order, counts = own.route_rows(torch.tensor([[2, 0], [0, 5], [-1, 2]], dtype=torch.int32), 3)
     assert order.tolist() == [1, 2, 0, 5, 3, 4]
     assert counts.tolist() == [2, 0, 2]
+    order, counts = own_rows(torch.tensor([[2, 0], [0, 5], [-1, 2]]), 3)
+    assert (order.tolist(), counts.tolist()) == ([1, 2, 0, 5], [2, 0, 2])
 
 
 def test_no_tokens():
@@ -109,6 +141,7 @@ def test_captures_with_symbolic_tokens_and_is_differentiated_once():
         (torch.zeros(4, 2, 5), torch.zeros(2, 5, 3).double(), torch.zeros(4, 2, dtype=torch.int64), "one dtype"),
         (torch.zeros(4, 2, 5), torch.zeros(2, 5, 3), torch.zeros(4, 3, dtype=torch.int64), "one for each row"),
         (torch.zeros(4, 2, 5), torch.zeros(2, 5, 3), torch.zeros(4, 2), "torch.int64 or torch.int32"),
+        (torch.zeros(4, 0, 5), torch.zeros(2, 5, 3), torch.zeros(4, 0, dtype=torch.int64), "choose no expert"),
     ],
 )
 def test_bad_operands(x, w, ids, why):

@@ -36,12 +36,12 @@ SCHEMAS = [
     "fxpar::weighted_sum(Tensor rows, Tensor weights) -> Tensor",
     "fxpar::weighted_sum_backward(Tensor grad, Tensor rows, Tensor weights) -> (Tensor drows, Tensor dweights)",
     "fxpar::route_rows(Tensor ids, int experts) -> (Tensor order, Tensor counts)",
-    "fxpar::dispatch(Tensor tokens, Tensor order, int slots) -> Tensor",
-    "fxpar::place_rows(Tensor rows, Tensor order, int slots) -> Tensor",
+    "fxpar::dispatch(Tensor tokens, Tensor order, Tensor ids) -> Tensor",
+    "fxpar::place_rows(Tensor rows, Tensor order, Tensor ids) -> Tensor",
     "fxpar::grouped_mm(Tensor rows, Tensor weight, Tensor counts) -> Tensor",
     "fxpar::grouped_mm_backward(Tensor grad, Tensor rows, Tensor counts) -> Tensor",
-    "fxpar::combine(Tensor rows, Tensor? weights, Tensor order, int slots) -> Tensor",
-    "fxpar::combine_backward(Tensor grad, Tensor rows, Tensor weights, Tensor order, int slots) -> "
+    "fxpar::combine(Tensor rows, Tensor? weights, Tensor order, Tensor ids) -> Tensor",
+    "fxpar::combine_backward(Tensor grad, Tensor rows, Tensor weights, Tensor order) -> "
     "(Tensor drows, Tensor dweights)",
     "fxpar::hash_rows(Tensor x, int hashes, int columns, int seed) -> Tensor",
     "fxpar::cluster_rows(Tensor codes, Tensor ids, int experts, int buckets, int hashes, float rate, int least) -> "
@@ -93,12 +93,12 @@ def expert_samples() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
         (own.weighted_sum.default, (x, p)),
         (own.weighted_sum_backward.default, (torch.randn(4, 5), x.detach(), p.detach())),
         (own.route_rows.default, (chosen, 3)),
-        (own.dispatch.default, (x, order, 2)),
-        (own.place_rows.default, (rows, order, 2)),
+        (own.dispatch.default, (x, order, chosen)),
+        (own.place_rows.default, (rows, order, chosen)),
         (own.grouped_mm.default, (rows, w, counts)),
         (own.grouped_mm_backward.default, (wide, rows.detach(), counts)),
-        (own.combine.default, (rows, p, order, 2)),
-        (own.combine_backward.default, (torch.randn(4, 5), rows.detach(), p.detach(), order, 2)),
+        (own.combine.default, (rows, p, order, chosen)),
+        (own.combine_backward.default, (torch.randn(4, 5), rows.detach(), p.detach(), order)),
     ]
 
 

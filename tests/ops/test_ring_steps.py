@@ -14,6 +14,7 @@ from torch import Tensor
 from fxpar.batching.ring_order import ring_order
 from fxpar.errors import OpInputError
 from fxpar.ops.ring_pairs import Run, pairs
+from tests.repeat import examples
 
 own = torch.ops.fxpar
 E, EV = 4, 6
@@ -86,7 +87,7 @@ def cases(draw: st.DrawFn) -> tuple[list[int], int, int, int, bool, int]:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(cases(), st.booleans())
 def test_each_document_sees_itself(case: tuple, shuffled: bool) -> None:
     """Whatever the lengths: documents on all ranks, ranks without a token of one, tokens of a row in any order."""

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxpar import expert_mm, losses, weighted_sum
 from fxpar.annotate.experts import check_experts
-from fxpar.errors import ExpertIdsError, ExpertsDivideError, NoExpertsError, VerifyError
+from fxpar.checking import check
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.errors import ExpertIdsError, ExpertsDivideError, ExpertWeightsError, NoExpertsError, VerifyError
 from fxpar.graph_files import load_graph, save_graph
 from fxpar.ir.counts import RunCount
 from fxpar.ir.exec_graph import ExecGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import default_passes, lower
+from fxpar.models import load
 from fxpar.ops import copies
 from fxpar.passes.pack_documents import pack_documents
+from fxpar.tracer import capture
 from tests.captured import Captured, llama, take, tokens
+from tests.repeat import thinned
 
 own = torch.ops.fxpar
 WIDTH, SLOTS, EXPERTS = 16, 2, 4
@@ -82,6 +90,22 @@ def moe(kind: str = "usual", slots: int = SLOTS, **options: Any) -> Captured:
     return take(Model(kind, slots), losses.causal_lm, tokens(31, 9, 14), **options)
 
 
+def sliced() -> Captured:
+    """With room in a parameter for experts that there are not."""
+    model = Model()
+    experts: Any = model.layers[0]["experts"]
+    experts.w1 = nn.Parameter(torch.randn(EXPERTS + 2, WIDTH, 12) / 4)
+    experts.forward = functools.partial(_first_experts, experts)
+    return take(model, losses.causal_lm, tokens(31, 9))
+
+
+def _first_experts(experts: Any, x: Tensor) -> Tensor:
+    flat = x.flatten(0, 1)
+    weights, ids = experts.router(flat).softmax(-1).topk(SLOTS, -1)
+    made = expert_mm(flat.unsqueeze(1).expand(*ids.shape, -1), experts.w1[:EXPERTS], ids)
+    return weighted_sum(expert_mm(made[..., :6], experts.w2, ids), weights).view_as(x)
+
+
 @functools.cache
 def program(strategy: str) -> ExecGraph:
     found = lower(pack_documents(moe().graph), strategy)
@@ -97,6 +121,8 @@ def program(strategy: str) -> ExecGraph:
         ("usual", 2, "ep2.pp2+cut(layers.0.experts)"),
         ("usual", 2, "cp2.ep2+remat"),
         ("usual", 2, "tp4+sp[*.experts: ep2.tp2]"),
+        ("usual", 2, "ep2.cp2[*.experts: ep4]"),
+        ("usual", 2, "dp2.ep2+lsh(0.5)"),
         ("all to one", 1, "ep4"),
         ("biased", 4, "ep2+zero2"),
         ("ones behind", 2, "ep2"),
@@ -106,6 +132,35 @@ def test_gradients_are_those_of_one_device(kind: str, slots: int, strategy: str)
     result = moe(kind, slots).check(strategy)
     assert result.ok, result
     assert result.collectives["all_to_all"] >= 6
+
+
+# With another route, gradients would not be those of one device. The two that run by day have one layer.
+TYPES = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "glm4_moe", "granitemoe", "jamba"),
+    *("ernie4_5_moe", "phimoe", "flex_olmo", "qwen3_next", "dbrx", "jetmoe"),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    thinned(
+        itertools.product(TYPES, ("ep2", "ep4", "dp2.ep2", "ep2.tp2+sp")),
+        [("mixtral", "ep2.tp2+sp"), ("gpt_oss", "ep4")],
+    ),
+)
+def test_types_of_transformers(name: str, strategy: str) -> None:
+    result = hosted(name).check(strategy)
+    assert result.ok, result
+    assert result.collectives["all_to_all"] >= 6
+
+
+@functools.cache
+def hosted(name: str) -> Captured:
+    pytest.importorskip("transformers")
+    one_layer = {"num_hidden_layers": "1"} if name in ("mixtral", "gpt_oss") else {}
+    found = load(f"hf:{name}", dtype="float64", tokens=(14,), options=one_layer)
+    graph = capture(found.model.eval(), found.loss_fn, found.example_batch, name=found.name)
+    return Captured(graph, found.params(), found.buffers(), tuple(found.batches))
 
 
 def test_each_token_travels_once_to_a_rank() -> None:
@@ -122,9 +177,32 @@ def test_products_in_between_run_where_the_experts_are() -> None:
     graph = program("ep4").body.graph
     products = [n for n in graph.nodes if n.target is own.grouped_mm.default]
     assert len(products) == 4
-    assert {str(n.meta["local"].shape[0]) for n in products} == {"2*count1"}
+    assert {str(n.meta["local"].shape[0]) for n in products} == {"count2"}
     counted = [n for n in graph.nodes if n.target is copies.copies]
     assert len(counted) == 1  # for forward and backward
+
+
+# Links between nodes a tenth as fast as inside of them.
+TWO_NODES = ClusterSpec(2, 2, 100.0, 10.0, 0.0)
+
+
+def test_tokens_go_to_a_node_once() -> None:
+    """Between nodes as many rows as tokens have nodes, in each direction; results are what they were."""
+    rows = pack_documents(moe().graph)
+    found = lower(rows, "ep4", cluster=TWO_NODES)
+    (result,) = check(rows, [found], moe().params, moe().buffers, moe().batches)
+    assert result.ok, result
+    sent = [c for c in found.communications() if any(isinstance(size, RunCount) for size in c.sent.shape)]
+    assert {c.axis for c in sent} == {"ep:(1)2", "ep:(2)2"}
+    tokens = found.dims[0].symbol / 4
+    for axis, ranks in (("ep:(1)2", 2), ("ep:(2)2", 4)):
+        hop = [c for c in sent if c.axis == axis]
+        mean = copies.mean_copies(SLOTS, EXPERTS, ranks)
+        assert {c.sent.shape[0].args[0] / tokens for c in hop} == {sympy.Rational(mean.numerator, mean.denominator)}
+        widths = {
+            side: sorted(math.prod(c.sent.shape[1:]) for c in hop if c.backward == side) for side in (False, True)
+        }
+        assert widths == {False: [SLOTS, SLOTS, WIDTH, WIDTH], True: [SLOTS, WIDTH, WIDTH]}
 
 
 def test_routes_are_told_once_under_recomputation() -> None:
@@ -154,6 +232,8 @@ def test_graph_files(tmp_path: Path) -> None:
         (moe, "ep3", ExpertsDivideError, "4 experts of 'layers.0.experts' do not divide over 3 ranks. Write ep2"),
         (moe, "rows2[embedding: ep2]", NoExpertsError, "rule 'embedding: ep2'.*its modules have none"),
         (llama, "dp2.ep2", NoExpertsError, "model 'Llama' has none.*Write rows"),
+        (moe, "ep2[*.experts: tp2]", NoExpertsError, "all experts of model 'Model' are in .* other roles. Write rows"),
+        (sliced, "ep2", ExpertWeightsError, r"of 'layers.0.experts' are made by %slice_\w+ = aten.slice.Tensor"),
     ],
 )
 def test_what_cannot_be(captured, strategy: str, error: type[Exception], says: str) -> None:

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from fxpar.cost.cluster import USUAL, ClusterSpec
+from fxpar.cost.device import GPU
 from fxpar.profiling.points import Point
 from fxpar.profiling.record import (
     VERSION,
     _device,
+    _overlap_slowdown,
     described,
     device_name,
     file_content,
@@ -91,10 +93,24 @@ def test_a_gpu_is_given_kernels_ahead(monkeypatch):
         for size, s in zip((1 << 20, 1 << 25, 1 << 27), found, strict=True)
     ]
     points.append(Point("launch", "kernel", 1, 1, 15e-6))
+    points += [Point("host copy", "both ways", n, n, 10e-6 + n / 5e10) for n in (1 << 24, 1 << 28)]
     monkeypatch.setattr("fxpar.profiling.record.memory_bytes", lambda device, ranks: 1.5e11)
     cuda = _device(points, torch.device("cuda"), 1, 1)
     assert cuda.launch_us == pytest.approx(3.55, abs=0.1)
+    assert cuda.overlap_slowdown == GPU.overlap_slowdown  # nothing was measured
+    assert cuda.host_gb_per_s == pytest.approx(50, rel=0.01)
     assert _device(points, CPU, 1, 1).launch_us == 15
+
+
+@pytest.mark.parametrize(("seconds", "slowdown"), [(1.4e-3, 1.5), (1.2e-3, 1.0), (1.1e-3, 1.0)])
+def test_kernels_and_transfers_beside_each_other(seconds, slowdown):
+    """A product of 1.2 ms beside gathers of 0.4 ms: what both take longer than the product, of the time of these."""
+    by_kind = {
+        "product": [Point("product", "bfloat16", 8, 8e9, 1.2e-3), Point("product", "float32", 8, 8e9, 9e-3)],
+        "all_gather": [Point("all_gather", of, n, n, n * 1e-10) for of, n in (("intra", 10**6), ("inter", 10**7))],
+        "product beside gathers": [Point("product beside gathers", "intra", 4 * 10**6, 8e9, seconds)],
+    }
+    assert _overlap_slowdown(by_kind) == pytest.approx(slowdown)
 
 
 def test_thin_products_say_how_much_of_their_traffic_takes_time():

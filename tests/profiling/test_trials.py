@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fxpar.profiling import trials
 from fxpar.profiling.points import measured
@@ -41,7 +42,7 @@ def test_attention_keeps_a_gpu_busy():
 def test_thin_products_are_measured_where_they_take_longer_than_starting_them():
     """An H200 does each in 13 us, all of them Python's: as traffic that would be 23 times what memory gives."""
     on_gpu, on_cpu = (len(device_series(torch.device(kind))) for kind in ("cuda", "cpu"))
-    assert (on_gpu, on_cpu) == (7, 9)
+    assert (on_gpu, on_cpu) == (8, 9)  # that of a GPU has copies to its host
 
 
 def test_a_device():
@@ -65,7 +66,9 @@ def test_a_device():
 
 
 @pytest.mark.parametrize(("world", "nodes"), [(2, 1), (2, 2)])
-def test_links(world, nodes):
+def test_links(world, nodes, monkeypatch):
+    monkeypatch.setattr("fxpar.profiling.points.SLOW", 1000)  # on a busy machine no series ends early
+
     def work(rank: int) -> list:
         return measured(link_series(CPU, nodes, SIZES), CPU, 0.01, lambda text: None)
 
@@ -99,3 +102,18 @@ def test_all_pairs_send_at_once():
         (kind, level) for level in ("inter", "intra") for kind in ("send", "all_reduce", "all_gather", "reduce_scatter")
     ]
     assert all(other == points for other in others)
+
+
+def test_gathers_beside_a_product(monkeypatch):
+    """On a GPU alone; that they all begin before the product, and are waited for."""
+    monkeypatch.setattr(trials, "BESIDE_WIDTH", 16)
+    monkeypatch.setattr(trials, "BESIDE_BYTES", 1 << 12)
+
+    def work(rank: int) -> tuple:
+        group = dist.new_group([0, 1])
+        (trial,) = trials._beside_gathers(CPU, "intra", group, 1 << 10)
+        product, gathered = trial.prepare()()
+        return trial.kind, trial.size, trial.amount, product.shape, len(gathered), gathered[0].numel()
+
+    expected = ("product beside gathers", 1 << 12, 2.0 * 16**3, (16, 16), 4, 1 << 8)
+    assert run_forked(2, work, 60.0) == [expected] * 2

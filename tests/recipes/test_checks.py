@@ -21,6 +21,7 @@ from fxpar.recipes.checks import (
     check_options,
     check_recipe,
     data_parallel_degree,
+    mixtures,
     refusals,
     rows_of_step,
     validation_turns,
@@ -88,20 +89,25 @@ def with_torchft() -> Any:
 CASES = {  # how it is set, and what the error says of the option, of why, and of what to set
     "moe": (
         lambda: titan.stock_recipe("qwen3", "qwen3_moe_debug"),
-        "model_spec (MoE): layers.0 routes tokens to experts. Use a dense model",
-    ),
-    "deepseek": (
-        lambda: titan.stock_recipe("deepseek_v3", "deepseek_v3_debugmodel"),
-        "model_spec (MoE): layers.1 routes tokens to experts. Use a dense model",
+        "model_spec (MoE): layers.0.moe.load_balance_coeff is 0.001, and fxpar does not count tokens per "
+        "expert. Set it to None in every layer",
     ),
     "gpt_oss": (
         lambda: titan.stock_recipe("gpt_oss", "gpt_oss_debugmodel"),
-        "model_spec (MoE): layers.0 routes tokens to experts. Use a dense model",
+        "model_spec (MoE): layers.0.moe has a GptOssMoE. Use a model with plain GroupedExperts",
     ),
-    "masks": (other_masks, "model_spec: llama3 has a get_attention_masks of its own. Use a dense model such as llama3"),
+    "balanced": (
+        changed("debug", moe_force_load_balance=True),
+        "debug.moe_force_load_balance: it is set. Unset it",
+    ),
+    "deepseek": (
+        lambda: titan.stock_recipe("deepseek_v3", "deepseek_v3_debugmodel"),
+        "model_spec: deepseek_v3 has a forward of its own. Use a model such as llama3 or qwen3",
+    ),
+    "masks": (other_masks, "model_spec: llama3 has a get_attention_masks of its own. Use a model such as llama3"),
     "no decoder": (
         lambda: titan.stock_recipe("flux", "flux_debugmodel"),
-        "model_spec: flux is not a decoder. Use a dense model such as llama3",
+        "model_spec: flux is not a decoder. Use a model such as llama3",
     ),
     "float8": (
         float8,
@@ -132,7 +138,7 @@ CASES = {  # how it is set, and what the error says of the option, of why, and o
     ),
     "ep": (
         changed("parallelism", expert_parallel_degree=2),
-        "parallelism.expert_parallel_degree: it is 2. Set it to 1",
+        "parallelism.expert_parallel_degree: it is 2. Set it to 1, and write ep",
     ),
     "comm": (
         lambda: replace(llama(), comm=CommConfig(mode="fake_backend")),
@@ -184,6 +190,13 @@ def test_all_that_is_wrong_is_found():
 )
 def test_recipes_that_pass(family, name):
     assert list(refusals(titan.stock_recipe(family, name))) == []
+
+
+def test_a_mixture_of_experts_without_a_bias_that_is_moved():
+    config = titan.stock_recipe("qwen3", "qwen3_moe_debug")
+    for _, moe in mixtures(config):
+        moe.load_balance_coeff = None
+    assert list(refusals(config)) == []
 
 
 def test_a_recipe_without_a_model():

@@ -58,6 +58,10 @@ def test_trained_weights_are_those_of_one_device(trained, name):
     have, case = trained[name], CASES[name]
     want = case.one_device()
     assert {group.strategy for group in have["reports"][0].groups} == set(case.options["strategies"].values())
+    (load,) = have["reports"][0].experts
+    assert len(load.experts) == 6
+    assert sum(load.experts) >= 3 * sum(LENGTHS)
+    assert all(load.ranks)
     assert loss_error(have["losses"], want["losses"]) <= 1e-12
     assert largest_error(have["grads"], want["grads"]) <= 1e-10
     assert largest_error(have["params"], want["params"]) <= 1e-9

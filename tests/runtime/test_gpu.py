@@ -196,8 +196,8 @@ class _Reset(nn.Module):
 
 
 # ----------------------------------------------------------------------------- all ranks as threads, on one device
-def _check(device: torch.device, dtype: torch.dtype) -> Callable[..., Any]:
-    loaded = load("llama", dtype=dtype, seed=1, options={"layers": "2"})
+def _check(device: torch.device, dtype: torch.dtype, model: str = "llama") -> Callable[..., Any]:
+    loaded = load(model, dtype=dtype, seed=1, options={"layers": "2"} if model == "llama" else {})
     logical = capture(loaded.model, loaded.loss_fn, loaded.example_batch)
     params, buffers = ({k: v.to(device) for k, v in of.items()} for of in (loaded.params(), loaded.buffers()))
     batches = [{k: v.to(device) for k, v in batch.items()} for batch in loaded.batches]
@@ -210,6 +210,73 @@ def test_strategies_on_ranks_that_share_a_gpu(device, dtype):
     names = ("dp2", "tp2", "tp2+sp", "cp2", "pp2", "dp2+zero3", "dp2.tp2+sp+remat", "cp2.tp2", "pp2.dp2+zb_h1")
     for result in _check(torch.device(device), dtype)(*names):
         assert result.ok, (result.strategy, result.grad_max_rel_err, result.error)
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("ring2", "cp2.ring2", "dp2.ring2+zero3"),
+        ("dp1+offload", "dp2+zero3+offload(0.5)", "pp2+offload", "tp2+chunks(4)", "dp1+chunks(8)+remat"),
+        ("tp2[*.ffn: cp2]", "tp2+sp[*.attention: rows2]", "tp2 > cp2", "dp2 | tp2+sp", "cp2 | dp1 | dp1"),
+    ],
+    ids=["rings", "memory", "modules, stages, teams"],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_layouts_on_ranks_that_share_a_gpu(device, names, dtype):
+    for result in _check(torch.device(device), dtype)(*names):
+        assert result.ok, (result.strategy, result.grad_max_rel_err, result.error)
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("hf:mixtral", ("ep2", "dp2.ep2+zero3", "ep2.tp2+sp", "pp2.ep2", "ep2+lsh(1)")),
+        ("hf:gpt_oss", ("tp2", "cp2", "ep2")),
+        ("hf:deepseek_v3", ("dp2", "ep2")),
+        ("hf:mamba2", ("dp2",)),
+        ("hf:qwen3_next", ("dp2", "tp2")),
+        ("hf:jamba", ("dp2", "ep2")),
+        ("hf:lfm2", ("dp2", "tp2")),
+    ],
+)
+def test_types_of_models_on_ranks_that_share_a_gpu(device, model, names):
+    for dtype in (torch.float64, torch.float32):
+        for result in _check(torch.device(device), dtype, model)(*names):
+            assert result.ok, (dtype, result.strategy, result.grad_max_rel_err, result.error)
+
+
+@on_gpu
+@pytest.mark.parametrize("compile", ["eager", "inductor"])
+def test_experts_train_in_bf16(world, compile):
+    made = load("hf:mixtral", dtype=torch.float32, seed=1)
+    batches = [_on(world, seed) for seed in range(2)]
+    losses = {
+        precision: _train(
+            _parallel(
+                load("hf:mixtral", dtype=torch.float32, seed=1).model.to(world),
+                loss=made.loss_fn,
+                precision=precision,
+                compile=compile if precision else "eager",
+            ),
+            batches,
+        )["losses"]
+        for precision in (None, "bf16")
+    }
+    assert loss_error(losses["bf16"], losses[None]) < 5e-2
+
+
+@on_both
+def test_tasks(world):
+    """Two tasks of one model: the sum of what each one gives alone."""
+    batch = _on(world, 0)
+    tasks = {"a": fxpar.Task(packed_lm_loss), "b": fxpar.Task(packed_lm_loss, weight=0.5)}
+    model = fxpar.parallelize(_Reset().double().to(world), strategies=STRATEGIES, tasks=tasks, monitor=False)
+    alone = _parallel(_Reset().double().to(world))
+    alone.load_state_dict(model.state_dict())
+    both, one = model.train_step({"a": batch, "b": batch}).loss, alone.train_step(batch).loss
+    assert both == pytest.approx(1.5 * one, rel=1e-10)
 
 
 @on_gpu

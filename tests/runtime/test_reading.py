@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fxpar.batching import MicroBatch
-from fxpar.errors import NoValidTokenError, WholeBatchError
+from fxpar.errors import NoValidTokenError, WholeBatchError, WholeBatchesError
 from fxpar.ir.graph import TensorMeta, dim_symbol
 from fxpar.runtime.reading import WholeBatches
 
@@ -45,6 +45,7 @@ def test_labels_count_or_else_rows():
         ({"target": torch.ones(2, 5)}, "has 'target' of torch.float32; the captured step reads torch.int64"),
         ({"target": [1, 2]}, "has 'target' as a list"),
         ({"mask": torch.ones(2)}, "has 'mask', which the step does not read"),
+        (pair(0, 5), r"has 'pixels' of shape \[0, 3\]: leave empty batches out"),
     ],
 )
 def test_a_batch_is_like_the_example(changed, why):
@@ -52,6 +53,16 @@ def test_a_batch_is_like_the_example(changed, why):
     reading.check([pair(2, 5), pair(4, 3)])
     with pytest.raises(WholeBatchError, match=f"batch 1 of the mini-batch {why}"):
         reading.check([pair(4, 3), {**pair(2, 5), **changed}])
+
+
+def test_what_is_no_batch():
+    reading = WholeBatches({"pixels": IMAGES, "target": WORDS})
+    with pytest.raises(WholeBatchError, match=r"batch 0 of the mini-batch has no 'pixels', which .*; it is empty"):
+        reading.check([{}])
+    with pytest.raises(
+        WholeBatchesError, match=r"is a dict. Give a list of batches .* pixels, target; one batch alone"
+    ):
+        reading.check(pair(2, 5))  # type: ignore[arg-type]
 
 
 def test_the_loss_function_takes_a_batch_as_it_is():

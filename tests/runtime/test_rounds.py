@@ -9,11 +9,12 @@ import pytest
 
 from fxpar.runtime.engine import Replanned
 from fxpar.runtime.forked import run_forked
+from tests.repeat import examples
 from tests.runtime.hot import largest_error, one_device, parallel, precompile, sequences, shallow
 
 STRATEGIES = {192: "rounds(cp4)"}
 LENGTHS = (5, 60, 33, 17, 130, 8, 90, 12, 45, 2, 21, 7, 30)
-PLANS = 20
+PLANS = min(20, examples(40))  # eight by day
 
 
 def under_random_plans(rank: int) -> list[tuple[list[str], float, dict[str, Any]]]:

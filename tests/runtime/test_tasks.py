@@ -88,6 +88,17 @@ CASES = {
         },
         held_out={"caption": ALL["caption"][:2], "classify": ALL["classify"]},
     ),
+    "towers on ranks of their own": Case(
+        [ALL],
+        {},
+        {
+            "caption": {"strategies": {64: "dp2"}, "ranks": (0, 1)},
+            "classify": {"strategies": {64: "dp1"}, "ranks": (2,)},
+            "pairs": {"strategies": {8: "tp1+zb_h1+cut(embedding) > tp2"}},
+            "describe": {"strategies": {64: "tp2+cut(decoder) > tp1"}},
+        },
+        held_out={"pairs": ALL["pairs"][1:]},
+    ),
     "absent": Case([ALL, SOME], {"absent_tasks": "rescale"}, rescaled=5.0 / 3.5),
 }
 
@@ -145,10 +156,10 @@ def test_reports_are_by_task(ran):
     assert list(ran[0]["absent"]["reports"][1].tasks) == ["pairs", "describe"]
 
 
-def test_evaluates_each_task_without_training(ran):
-    case = CASES["side by side"]
-    want = one_device(Towers().double(), tasks(), case.held_out)["losses"]
-    assert all(found["side by side"]["held out"] == pytest.approx(want, rel=1e-12) for found in ran)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.held_out])
+def test_evaluates_each_task_without_training(ran, name):
+    want = one_device(Towers().double(), tasks(), CASES[name].held_out)["losses"]
+    assert all(found[name]["held out"] == pytest.approx(want, rel=1e-12) for found in ran)
 
 
 def refusals(given: Mapping[str, fxpar.Task], rank: int) -> list[str]:

@@ -21,6 +21,7 @@ from tests.runtime.hot import (
     stacked,
 )
 
+IN_STEP = "dp2+zero3 | dp1+zero3"
 LENGTHS = (5, 60, 33, 17, 130, 8, 90, 12, 45, 2)
 CASES = {
     "with others": Case(
@@ -30,6 +31,11 @@ CASES = {
         [sequences(seed, LENGTHS) for seed in (3, 4)],
         {"strategies": {64: "tp2 > dp1 | dp1", 512: "pp2+zb_h1 | dp2+zero3"}, "gradients": "chain"},
         stacked,
+    ),
+    "in step": Case(  # of unequal numbers of micro-batches; in the second mini-batch dp2 has none
+        [sequences(5, (130, 60, 130, 33)), sequences(6, (130,))],
+        {"strategies": {130: "cp2+zero3 | dp2+zero3"}, "token_budget": 130, "record": True},
+        shallow,
     ),
     "several micro-batches": Case(
         [sequences(5, LENGTHS * 2)],
@@ -59,9 +65,17 @@ def test_all_groups_have_run(trained):
     assert group.micro_batches > 1
 
 
+def test_teams_in_step_have_what_the_lengths_ask_for(trained):
+    """Or the case would not show what idle ranks do."""
+    first, second = (report.trace.groups[0].micro_batches for report in trained["in step"]["reports"])
+    assert [len(one) for one in second] == [1, 0, 0]
+    assert len({len(one) for one in first}) > 1
+    assert largest_error(trained["in step"]["grads"], CASES["in step"].one_device()["grads"]) <= 1e-10
+
+
 def test_evaluates_and_calls():
-    """The mean over all teams of held-out sequences, with and without stages, and plain calls: `model(x)`."""
-    strategies = {64: "cp2 | dp1", 512: "pp2 | dp1"}
+    """The mean over all teams of held-out sequences, with and without stages, in step, and plain calls: `model(x)`."""
+    strategies = {16: IN_STEP, 64: "cp2 | dp1", 512: "pp2 | dp1"}
     precompile(stacked, strategies)
     held_out = sequences(2, (20, 100, 2, 9))
 
@@ -70,6 +84,8 @@ def test_evaluates_and_calls():
         found = model.evaluate(held_out)
         loss = model(input_ids=held_out[0][None], position_ids=torch.arange(20)[None]).square().sum()
         loss.backward()
+        with model.using(IN_STEP):
+            model(input_ids=held_out[0][None], position_ids=torch.arange(20)[None]).square().sum().backward()
         return found, model.get_parameter("embedding.weight").grad.full_tensor()
 
     results = run_forked(3, work)
@@ -80,5 +96,5 @@ def test_evaluates_and_calls():
     assert [found for found, _ in results] == pytest.approx([total / sum(len(i) - 1 for i in held_out)] * 3, rel=1e-12)
     plain: nn.Module = stacked()
     plain(held_out[0][None], torch.arange(20)[None]).square().sum().backward()
-    want = plain.get_parameter("embedding.weight").grad
+    want = 2 * plain.get_parameter("embedding.weight").grad
     assert all((grad - want).abs().max() <= 1e-10 * want.abs().max() for _, grad in results)

@@ -14,9 +14,10 @@ from fxpar.errors import ChunkedLossError
 from fxpar.ir.strategy import Strategy
 from fxpar.memory import predict_memory, steady_micro_batches
 from fxpar.search.chunked import GAIN, useful_chunks
-from fxpar.search.driver import Problem, find_plan, find_plan_of
+from fxpar.search.driver import find_plan, find_plan_of
 from fxpar.search.known import KnownModel
 from fxpar.search.price import Candidate, Depth
+from fxpar.search.problem import Problem
 from fxpar.search.space import SAVINGS, with_savings
 
 LONGEST, WIDE, NARROW = 512, 4096, 16

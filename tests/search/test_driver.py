@@ -24,10 +24,11 @@ from fxpar.runtime.storage import activation_bytes
 from fxpar.search import driver
 from fxpar.search.bounds import least_seconds
 from fxpar.search.chosen import lowering
-from fxpar.search.driver import Problem, _Search, find_plan
+from fxpar.search.driver import _Search, find_plan
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.price import Candidate, Depth, candidate
 from fxpar.search.pricing import SetPricer
+from fxpar.search.problem import Problem
 from fxpar.search.space import shapes, with_savings
 from fxpar.store import home_layout, memory_report, param_specs
 from fxpar.switch import layout_of

@@ -23,6 +23,21 @@ def written(layouts) -> list[str]:
 
 
 @pytest.mark.parametrize(
+    ("text", "kv_heads", "want"),
+    [
+        ("dp2.cp4", 4, []),
+        ("dp2.cp8", 2, ["dp2.ring4.cp2"]),
+        ("pp2.cp4.tp2+sp", 4, ["pp2.ring2.cp2.tp2+sp"]),
+        ("cp2.tp4+sp", 2, ["ring2.tp4+sp"]),
+        ("cp6", 4, ["ring3.cp2"]),
+        ("dp4", 1, []),
+    ],
+)
+def test_rings_take_the_ranks_beyond_the_heads(text, kv_heads, want):
+    assert list(map(str, space.with_rings([Strategy.parse(text)], kv_heads))) == [text, *want]
+
+
+@pytest.mark.parametrize(
     ("ranks", "per_node", "want"),
     [
         (1, 8, [""]),

@@ -17,7 +17,7 @@ CLUSTER, ANCHORS, LAYERS = usual_cluster(8), (64, 4096), 8
 @pytest.mark.parametrize("text", ["dp4.pp2+zero2", "dp4.pp2+zero3"])
 def test_what_zero_cuts_is_cut_once(text):
     """The fullest stage has some more than the mean, which is guessed; a second cut would halve it."""
-    rows, strategy = shallow("llama", LAYERS), Strategy.parse(text)
+    rows, strategy = shallow("stack", LAYERS), Strategy.parse(text)
     flat = candidate(rows.lower, without_stages(strategy), CLUSTER, rows.depth, ANCHORS)
     guess = StagedGuess(strategy, CLUSTER, ANCHORS, flat).at(64)
     lowered = candidate(rows.lower, strategy, CLUSTER, rows.depth, ANCHORS).at(64)

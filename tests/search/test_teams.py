@@ -13,9 +13,11 @@ from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
 from fxpar.memory import predict_memory, steady_micro_batches
 from fxpar.passes.share_weights import ALIGN_BYTES
-from fxpar.search.driver import Problem, _Search, find_plan
+from fxpar.search.chosen import problem_of
+from fxpar.search.driver import _Search, find_plan
 from fxpar.search.known import KnownModel
 from fxpar.search.price import Depth, going_home_s
+from fxpar.search.problem import Problem
 from fxpar.search.teams import TeamsCandidate, without_teams
 from tests.search.shallow import shallow, stack_rows
 from tests.search.test_driver import LINKS, lowered, outlined, problem, rows
@@ -93,6 +95,20 @@ def test_teams_are_one_of_a_set():
 
 def test_rings_are_priced():
     assert priced("ring2", memory_bytes=None).plan.predicted_s > 0
+
+
+def test_rings_are_proposed_where_heads_bound_cp():
+    """A model of 2 key-value heads: four ranks for a sequence are faster with keys and values that travel."""
+    batches = ((8192,), (8000,))
+    without, given = (
+        problem_of(lambda _: rows(), Depth(2, whole=True), FOUR, batches, 8192, None, rings) for rings in (False, True)
+    )
+    new = {str(one) for one in given.shapes} - {str(one) for one in without.shapes}
+    assert new == {"ring2.cp2", "ring2.tp2+sp"}
+    few = tuple(map(Strategy.parse, ("cp4", "cp2.tp2+sp", "ring2.cp2")))
+    assert set(few) <= set(given.shapes)
+    found = find_plan(replace(given, shapes=few), lowered, outlined)
+    assert (found.best_static.strategies, found.refused) == (("ring2.cp2",), {})
 
 
 def searching(memory_bytes: int | None, teams: bool) -> Problem:

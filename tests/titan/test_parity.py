@@ -66,11 +66,16 @@ def test_steps_of_three_strategies_from_one_seed_checkpoint(family, seed_checkpo
     assert_like_stock(train(2, from_seed(family, SWITCHING, seed_checkpoint), tmp_path), stock, family)
 
 
+# Rules, chunks of the loss, stages that differ.
+RULED = [
+    "tp2+sp+chunks(2)[*.attention: rows2; layers.1: +remat]",
+    "dp1+cut(layers.1) > dp1+chunks(2)[layers.1: +remat]",
+]
 ONE_FAMILY = pytest.mark.parametrize("family", thinned(FAMILIES, ["llama3"]), indirect=True, scope="module")
 
 
 @ONE_FAMILY
-@pytest.mark.parametrize("strategy", thinned(["dp2", "tp2+sp", "pp2", "cp2"], ["pp2"]))
+@pytest.mark.parametrize("strategy", thinned(["dp2", "tp2+sp", "pp2", "cp2", *RULED], ["pp2"]))
 def test_steps_of_one_strategy_from_one_seed_checkpoint(family, strategy, seed_checkpoint, stock: Run, tmp_path):
     assert_like_stock(train(2, from_seed(family, {512: strategy}, seed_checkpoint), tmp_path), stock, family)
 

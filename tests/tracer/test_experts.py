@@ -147,3 +147,11 @@ def test_products_follow_autocast_and_sum_in_the_dtype_of_their_rows():
     assert rows.dtype == torch.bfloat16
     assert weighted_sum(rows, torch.rand(5, 2)).dtype == torch.bfloat16
     assert expert_mm(x.bfloat16(), w, ids).dtype == torch.float32
+
+
+def test_what_is_no_tensor():
+    x = torch.zeros(5, 2, 8)
+    with pytest.raises(errors.OpInputError, match="weight is a NoneType; give a tensor"):
+        expert_mm(x, None, torch.zeros(5, 2, dtype=torch.int64))
+    with pytest.raises(errors.OpInputError, match="weights is a list"):
+        weighted_sum(x, [0.5, 0.5])

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fxpar.runtime.report import ExpertLoad
+
 
 class FakeModel(nn.Module):
     """Bigrams; groups are invented: up to 8 tokens "dp4", longer ones "cp4" with a switch. `merged` and `rides` by
@@ -43,6 +45,9 @@ class FakeModel(nn.Module):
                 groups.append(group_report(limit, strategy, mine))
         return SimpleNamespace(
             metrics={"accuracy": 0.5},
+            tasks={},
+            sequences=len(sequences),
+            experts=(ExpertLoad("moe", (1.0, 3.0), (4.0,)),),
             loss=math.nan if skipped else float(loss.detach() / valid),
             tokens=valid + len(sequences),
             valid_tokens=valid,

@@ -223,9 +223,10 @@ def test_the_manual_names_every_key():
     from pathlib import Path
 
     from fxpar.train.config import SECTIONS
+    from fxpar.train.tasks import TaskConfig
 
     manual = (Path(__file__).parents[2] / "docs" / "train.md").read_text()
-    for section, cls in SECTIONS.items():
+    for section, cls in {**SECTIONS, "task.NAME": TaskConfig}.items():
         (part,) = re.findall(rf"^### \[{section}\]\n(.*?)(?=^##|\Z)", manual, re.MULTILINE | re.DOTALL)
         named = set(re.findall(r"^\| `(\w+)`", part, re.MULTILINE))
         assert named == {field.name for field in fields(cls)}, section
@@ -235,7 +236,7 @@ def test_the_examples_are_valid():
     from pathlib import Path
 
     examples = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
-    assert [read_config(path).name for path in examples] == ["long_tail", "static"]
+    assert [read_config(path).name for path in examples] == ["clip", "llava", "long_tail", "static", "translate"]
 
 
 def test_weights_need_their_folder_and_their_tokenizer(tmp_path):

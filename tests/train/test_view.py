@@ -7,7 +7,16 @@ from rich.console import Console
 
 from fxpar.train.metrics import scalars
 from fxpar.train.records import Totals
-from fxpar.train.view import LiveView, PlainView, group_table, group_text, open_view, step_line, summary_lines
+from fxpar.train.view import (
+    LiveView,
+    PlainView,
+    experts_text,
+    group_table,
+    group_text,
+    open_view,
+    step_line,
+    summary_lines,
+)
 from tests.train.test_metrics import steps
 
 
@@ -49,6 +58,16 @@ def test_metrics_of_held_out_documents_stand_beside_their_loss():
     assert "validation 2.5000 (accuracy 0.4313, hits 12)  " in step_line(record, 1)
     assert "on held-out documents 2.5000 (accuracy 0.4313, hits 12)" in list(summary_lines(Totals.of([record])))[-1]
     assert scalars(record)["metrics/validation_accuracy"] == 0.43125
+
+
+def test_balance_of_experts():
+    (record,) = steps(1)
+    assert record.experts == {"moe": {"experts": 1.5, "ranks": 1.0}}
+    assert "  experts 1.50x ranks 1.00x  " in step_line(record, 1)
+    assert scalars(record)["experts_ranks/moe"] == 1.0
+    assert (
+        experts_text({"a": {"experts": 2.0}, "b": {"experts": 1.0, "dropped": 0.125}}) == "experts 2.00x dropped 12.5%"
+    )
 
 
 def test_live_view_shows_progress_and_groups():

@@ -52,7 +52,7 @@ def arrived(tensors: Mapping, expected: Mapping, complete: list[str], fqns: Coll
 
 
 def test_random_switches_move_bit_exactly():
-    chosen = drawn(cases(), examples(40))
+    chosen = drawn(cases(), examples(60))
     planned = []
     for number, case in enumerate(chosen):
         planner = ("auto", *PLANNERS, "turns")[number % 6]

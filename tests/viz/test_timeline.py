@@ -170,6 +170,22 @@ def test_lock_step_waits_for_the_slowest_replica():
     assert {s.start_ms for s in second} == {max(s.end_ms for s in first)}
 
 
+def test_teams_in_step_wait_for_each_other():
+    """Each position takes as long as the slowest replica of any team; ranks without a micro-batch have no span."""
+    one = planned("cp2+zero3 | dp2+zero3", [[300], [40]], [[100], [120]], [], switch_ms=0.0)
+    step = predict_step([one], 4, optimizer_ms=0.0)
+    begins = {
+        number: {span.start_ms for span in step.spans if span.kind == "micro_batch" and span.micro_batch == number}
+        for number in (0, 1)
+    }
+    (first,), (second,) = begins.values()
+    teams = one.inside.teams
+    assert second - first == pytest.approx(max(teams[0].ms(0, "body", (300,)), teams[1].ms(0, "body", (100,))))
+    ends = max(teams[0].ms(0, "body", (40,)), teams[1].ms(0, "body", (120,)))
+    assert max(span.end_ms for span in step.spans if span.kind == "micro_batch") == pytest.approx(second + ends)
+    assert [lane.replicas for lane in step.lanes] == [(0,), (1,), (2,)]
+
+
 def test_equal_ranks_share_a_lane():
     section = timeline_section(views("dp2.tp2+sp", "pp2.dp2"))
     lanes = section["steps"][0]["timelines"][0]["lanes"]

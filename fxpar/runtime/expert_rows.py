@@ -1,0 +1,122 @@
+"""How many rows each expert, and each rank, has had in a mini-batch: from the counts that rows are sorted by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from fxpar.ir.exec_graph import Program
+from fxpar.ir.mesh import Mesh
+from fxpar.ir.node_meta import counted_by, fqn_of, is_again, is_backward, local_tensor
+from fxpar.ops.copies import within_capacity
+from fxpar.runtime.report import ExpertLoad
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Experts of a module, of all ranks: those of a rank begin at its place on `axis`; `alike` ranks count each row.
+    `wanted`: the counts are those before a capacity leaves rows out.
+    """
+
+    module: str
+    experts: int
+    axis: str
+    alike: int
+    wanted: bool
+
+
+def _layers(nodes: Iterable[fx.Node], mesh: Mesh) -> list[tuple[fx.Node, _Layer]]:
+    """The counts of a forward, and of which experts; its backward, and what runs again in it, has the same."""
+    found = []
+    for node in nodes:
+        axis, alike = counted_by(node)
+        if alike and node.op == "call_function" and not is_backward(node) and not is_again(node):
+            here: Any = local_tensor(node).shape[0]
+            total, source = here * (mesh.degree(axis) if axis else 1), node.args[0]
+            wanted = isinstance(source, fx.Node) and source.target is within_capacity
+            found.append((node, _Layer(fqn_of(node), total, axis, alike, wanted)))
+    return found
+
+
+class ExpertRows:
+    """The counts of one rank's micro-batches, added up on the device; nothing waits for them before `take`. What is
+    `idle` is not counted.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int) -> None:
+        self.mesh, self.rank, self.idle = mesh, rank, False
+        self._watched: list[_Layer] = []
+        self._counts: dict[int, Tensor] = {}
+
+    def watch(self, graph: fx.Graph) -> None:
+        """Hear of the counts of a part's graph whenever it is run."""
+        for node, layer in _layers(graph.nodes, self.mesh):
+            self._watched.append(layer)
+            with graph.inserting_after(node):
+                graph.call_function(self._add, (len(self._watched) - 1, node))
+
+    def _add(self, number: int, counts: Tensor) -> None:
+        if not self.idle:
+            before = self._counts.get(number)
+            self._counts[number] = counts if before is None else before + counts
+
+    def take(self) -> dict[str, Tensor]:
+        """Of each module with experts [2 * E + 1]: what to add up over ranks for the rows of each expert, and for those
+        that each would have had without a capacity (zeros if there is none), and the rows that this rank has had.
+        Counting begins anew.
+        """
+        found: dict[str, Tensor] = {}
+        for number, counts in self._counts.items():
+            layer = self._watched[number]
+            rows = counts.new_zeros(2 * layer.experts + 1, dtype=torch.float64)
+            first = len(counts) * (self.mesh.index(self.rank, layer.axis) if layer.axis else 0)
+            first += layer.experts * layer.wanted
+            rows[first : first + len(counts)] = counts / layer.alike
+            rows[-1] = counts.sum() * (not layer.wanted)
+            found[layer.module] = found[layer.module] + rows if layer.module in found else rows
+        self._counts.clear()
+        return found
+
+
+def expert_layers(programs: Iterable[Program]) -> dict[str, int]:
+    """The modules with experts that programs have, and how many."""
+    parts = [(placed.mesh, part) for program in programs for placed in program.placed for part in placed.parts.values()]
+    found = (layer for mesh, part in parts for _, layer in _layers(part.graph.nodes, mesh))
+    return {layer.module: layer.experts for layer in found}
+
+
+def expert_loads(
+    groups: Sequence[Mapping[str, Tensor]],
+    layers: Mapping[str, int],
+    rank: int,
+    world: int,
+    device: torch.device,
+    process_group: Any,
+) -> tuple[ExpertLoad, ...]:
+    """What all ranks of the world have counted in the groups of a mini-batch (`ExpertRows.take` of each), in one
+    exchange. `layers` as of `expert_layers`, the same on all ranks.
+    """
+    if not layers:
+        return ()
+    sizes = {name: 2 * experts + world for name, experts in layers.items()}
+    sums = {name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in sizes.items()}
+    for found in groups:
+        for name, rows in found.items():
+            sums[name][: len(rows) - 1] += rows[:-1]
+            sums[name][len(rows) - 1 + rank] += rows[-1]
+    whole = torch.cat([*sums.values()])
+    if world > 1:
+        dist.all_reduce(whole, group=process_group)
+    loads = []
+    for (name, experts), part in zip(layers.items(), whole.split([*sizes.values()]), strict=True):
+        rows, wanted, ranks = part.tensor_split((experts, 2 * experts))
+        if part.any():
+            loads.append(
+                ExpertLoad(name, *(tuple(one.tolist()) for one in (rows, ranks, wanted[: any(wanted) * experts])))
+            )
+    return tuple(loads)

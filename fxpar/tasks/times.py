@@ -1,0 +1,151 @@
+"""What a layer of each MetaOp takes on how many devices: the best layout for each number, priced from programs."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from fxpar.cost.calls import node_costs
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.polynomial import Polynomial, base_rows, token_dim
+from fxpar.errors import FitsNoDevicesError, FxparError
+from fxpar.ir.exec_graph import Program
+from fxpar.ir.graph import run_sizes
+from fxpar.ir.node_meta import fqn_of
+from fxpar.ir.pipeline_graph import PipelineGraph, TeamsGraph
+from fxpar.ir.strategy import of_degrees
+from fxpar.lowering import lower
+from fxpar.tasks.contract import Contracted, TaskStep
+from fxpar.tasks.layers import around
+from fxpar.waves.work import MetaOp, TaskGraph
+
+_MS = 1000
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A time of a layer, and the strategy that takes it."""
+
+    ms: float
+    strategy: str
+
+
+def widths_of(devices: int) -> list[int]:
+    """Numbers of devices that MetaOps may run on: powers of two, and all."""
+    return sorted({2**i for i in range(devices.bit_length()) if 2**i <= devices} | {devices})
+
+
+def task_graph(
+    tasks: Mapping[str, TaskStep], found: Sequence[Contracted], cluster: ClusterSpec, devices: int
+) -> tuple[TaskGraph, list[dict[int, Timed]]]:
+    """(what `fxpar.waves` plans with, by MetaOp the best strategy for each number of devices).
+
+    Raises FitsNoDevicesError for a task that no strategy can run.
+    """
+    times: dict[int, dict[int, Timed]] = {}
+    for name, step in tasks.items():
+        mine = [i for i, one in enumerate(found) if one.task == name]
+        times |= dict(zip(mine, _times(name, step, [found[i] for i in mine], cluster, devices), strict=True))
+    metaops = tuple(
+        MetaOp(
+            one.chain.metaop,
+            one.layers,
+            {width: timed.ms for width, timed in times[i].items()},
+            one.output_bytes,
+            one.state_bytes,
+            one.saved_bytes,
+            one.weights,
+        )
+        for i, one in enumerate(found)
+    )
+    edges = tuple((metaops[a].name, metaops[i].name) for i, one in enumerate(found) for a in one.reads)
+    return TaskGraph(metaops, edges), [times[i] for i in range(len(found))]
+
+
+def _times(
+    task: str, step: TaskStep, found: Sequence[Contracted], cluster: ClusterSpec, devices: int
+) -> list[dict[int, Timed]]:
+    """By MetaOp of one task, then by number of devices: the least time over all layouts of these."""
+    best: list[dict[int, Timed]] = [{} for _ in found]
+    refused: dict[str, str] = {}
+    shares = _shares(step, found)
+    for cut in _layouts(cluster, devices):
+        alone = of_degrees(1, 1, *cut)
+        try:
+            program = lower(step.logical, alone, for_store=True, verified=False)
+        except FxparError as error:  # this model cannot be cut so
+            refused[str(alone)] = str(error)
+            continue
+        assert not isinstance(program, PipelineGraph | TeamsGraph)
+        costs = _costs(program, shares, len(found), cluster)
+        for width in widths_of(devices):
+            replicas, left = divmod(width, alone.world)
+            if left or not 1 <= replicas <= step.batches:
+                continue
+            strategy = str(of_degrees(replicas, 1, *cut))
+            for mine, one, cost in zip(best, found, costs, strict=True):
+                ms = _MS * _seconds(step, program, cost, math.ceil(step.batches / replicas)) / one.layers
+                if width not in mine or ms < mine[width].ms:
+                    mine[width] = Timed(ms, strategy)
+    if not all(best):
+        why = "; ".join(f"{name}: {text}" for name, text in list(refused.items())[:2])
+        raise FitsNoDevicesError(task, f"it runs under no strategy. {why}", "Change its example or its loss")
+    return best
+
+
+def _layouts(cluster: ClusterSpec, devices: int) -> Iterator[tuple[int, int]]:
+    """One replica on up to so many devices: degrees in which tokens or rows are cut, and weights (within a node)."""
+    for weights in widths_of(min(devices, cluster.devices_per_node)):
+        for tokens in widths_of(devices // weights):
+            yield tokens, weights
+
+
+Shares = dict[str, dict[int, Fraction]]  # by module, how much of what is in it which MetaOps have
+
+
+def _shares(step: TaskStep, found: Sequence[Contracted]) -> Shares:
+    """All of a layer is its MetaOp's. Of a module in which several have calls each has as much as it takes in the
+    captured graph, of what is in no known one as much as in all.
+    """
+    seconds: dict[str, dict[int, Fraction]] = {"": {}}
+    layers: Shares = {}
+    for i, one in enumerate(found):
+        layers |= {module: {i: Fraction(1)} for layer in one.part.layers for module in layer}
+        for node in (*one.part.before, *one.part.behind):
+            mine = seconds.setdefault(fqn_of(node), {})
+            mine[i] = mine.get(i, Fraction(0)) + step.forward.seconds[node]
+    if not any(seconds[""].values()):
+        seconds[""] = {
+            i: sum((step.forward.seconds[n] for n in one.part.all_calls), Fraction(0)) for i, one in enumerate(found)
+        }
+    shares = {}
+    for fqn, mine in seconds.items():
+        total = sum(mine.values())
+        shares[fqn] = {i: one / total if total else Fraction(1, len(mine)) for i, one in mine.items()}
+    return shares | layers
+
+
+def _costs(program: Program, shares: Shares, count: int, cluster: ClusterSpec) -> list[Polynomial]:
+    """By MetaOp, seconds of all its layers in one micro-batch, forward and backward."""
+    totals: dict[str, Polynomial] = defaultdict(Polynomial)
+    for cost in node_costs(program, cluster):
+        totals[cost.fqn] += cost.exposed
+    found = [Polynomial() for _ in range(count)]
+    for fqn, total in totals.items():
+        known = next(one for one in reversed(around(fqn)) if one in shares)
+        for i, share in shares[known].items():
+            found[i] += total * share
+    return found
+
+
+def _seconds(step: TaskStep, program: Program, cost: Polynomial, batches: int) -> float:
+    """Of so many batches on a replica: packed in one row where the graph allows it, else one after the other."""
+    sizes, token = run_sizes(program), token_dim(program)
+    length = sizes[token.name] if token else 0
+    rows = math.prod(max(1, sizes[dim.name] // base_rows(program, dim)) for dim in program.dims if dim is not token)
+    if step.logical.packing is not None:
+        return float(cost.over([length] * batches)) * rows
+    return float(cost.at(length)) * rows * batches

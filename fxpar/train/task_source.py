@@ -1,0 +1,145 @@
+"""From [task.NAME] sections to `fxpar.Task`s and their mini-batches, by the user's functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fxpar.models
+from fxpar.errors import ResumeError, TaskDataError
+from fxpar.losses import next_token_labels
+from fxpar.models.loaded import cast_batch
+from fxpar.models.loaders import is_function
+from fxpar.models.user_function import find_function, load_module
+from fxpar.precision.precision import parse_dtype
+from fxpar.runtime.task import Task
+from fxpar.train.config import TrainConfig
+from fxpar.train.model import freeze, texts_of
+from fxpar.train.tasks import function_place
+
+Item = Tensor | Mapping[str, Tensor]
+Items = Callable[[int], Item]
+
+
+def task_model(config: TrainConfig, device: str = "cpu") -> nn.Module:
+    """The model with random weights from `run.seed`: the same on every rank. On "meta" nothing is allocated.
+
+    Raises what `fxpar.models.load` raises, TrainedParametersError.
+    """
+    name, options, dtype = config.model.name, texts_of(config), parse_dtype(config.precision.parameters)
+    if is_function(name):
+        model = load_module(name, options, dtype=dtype, device=device, seed=config.run.seed)
+    else:
+        how: dict[str, Any] = {"dtype": dtype, "device": device, "seed": config.run.seed, "noise": False}
+        model = fxpar.models.load(name, options=options, **how).model
+    freeze(model, config.model.train)
+    return model
+
+
+def tasks_of(config: TrainConfig) -> dict[str, Task]:
+    """What `fxpar.parallelize` is given. Item 0 of a task is its example. Raises ModelFunctionError, TaskDataError."""
+    found, model = {}, config.model.name
+    for name, task in config.tasks.items():
+        place = function_place(task.loss, model)
+        loss = find_function(place, *_place_and_name(place))
+        found[name] = Task(
+            loss=loss,
+            example=_example(items_of(config, name)(0)),
+            weight=task.weight,
+            strategies=dict(task.by_length(())) or None,
+            token_budget=task.token_budget,
+            ranks=task.ranks,
+            dynamic=task.dims or "auto",
+        )
+    return found
+
+
+def items_of(config: TrainConfig, name: str) -> Items:
+    """The function of a task's items: floating-point tensors are in the dtype of the model.
+
+    Raises ModelFunctionError; the function raises TaskDataError for an item that is none.
+    """
+    place = function_place(config.tasks[name].data, config.model.name)
+    function = find_function(place, *_place_and_name(place))
+    dtype = parse_dtype(config.precision.parameters)
+
+    def item(number: int) -> Item:
+        try:
+            found = function(number)
+        except Exception as error:
+            raise TaskDataError(name, place, number, f"raised {type(error).__name__}: {error}") from error
+        if isinstance(found, Tensor) and found.dim() == 1 and found.dtype == torch.int64:
+            return found
+        if not isinstance(found, Mapping) or not found or not all(isinstance(v, Tensor) for v in found.values()):
+            raise TaskDataError(name, place, number, f"returned {type(found).__name__}")
+        return cast_batch(found, dtype)
+
+    return item
+
+
+def check_tasks(config: TrainConfig) -> None:
+    """See that there are the functions of tasks, a first item of each, and the model. Raises as these do."""
+    task_model(config, "meta")
+    tasks_of(config)
+
+
+def _place_and_name(text: str) -> tuple[str, str]:
+    place, _, name = text.rpartition(":")
+    return place, name
+
+
+def _example(item: Item) -> Mapping[str, Tensor]:
+    """A sequence as a row, with labels if it is ids alone; a batch as it is."""
+    if isinstance(item, Tensor):
+        return {"input_ids": item[None], "labels": next_token_labels(item[None])}
+    ids = item.get("input_ids")
+    return {key: value[None] for key, value in item.items()} if ids is not None and ids.dim() == 1 else item
+
+
+@dataclass
+class TaskLoader:
+    """Mini-batches without end: of each task its next `items`, by number. The first `validation` numbers are held out.
+
+    Its state has how many items each task was given, so that tasks may join and leave a run that goes on.
+    """
+
+    config: TrainConfig
+    given: dict[str, int] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[dict[str, list[Item]]]:
+        items = {name: items_of(self.config, name) for name in self.config.tasks}
+        while True:
+            batch = {}
+            for name, task in self.config.tasks.items():
+                first = task.validation + self.given.get(name, 0)
+                batch[name] = [items[name](number) for number in range(first, first + task.items)]
+                self.given[name] = self.given.get(name, 0) + task.items
+            yield batch
+
+    def held_out(self) -> dict[str, list[Item]]:
+        """The items that are not trained, of tasks that have some."""
+        return {
+            name: list(map(items_of(self.config, name), range(task.validation)))
+            for name, task in self.config.tasks.items()
+            if task.validation
+        }
+
+    def lines(self) -> Iterator[str]:
+        """What each task runs under, and how much of it makes a mini-batch."""
+        for name, task in self.config.tasks.items():
+            chosen = ", ".join(f"<={limit} {text}" for limit, text in task.by_length(self.config.strategies))
+            where = f" on ranks {task.ranks[0]}-{task.ranks[-1]}" if task.ranks else ""
+            yield f"task {name}: weight {task.weight:g}, {task.items} items per step; strategies {chosen}{where}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tasks": dict(self.given)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ResumeError for the state of another loader."""
+        if not isinstance(state.get("tasks"), Mapping):
+            raise ResumeError(str(self.config.checkpoints), "it was written by a run without tasks")
+        self.given = {str(name): int(count) for name, count in state["tasks"].items()}

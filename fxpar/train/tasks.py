@@ -1,0 +1,145 @@
+"""The [task.NAME] sections of a configuration: what is trained beside other tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fxpar.batching import length_groups
+from fxpar.errors import FxparError
+from fxpar.ir.teams import formations
+from fxpar.train.schema import from_table, shown
+from fxpar.train.strategies import AUTO, STATIC, read_strategies
+
+Strategies = tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """One task. `loss` and `data` are functions, `FILE.py:NAME` or `NAME` in the file of the model: the loss of a model
+    and a batch, and the item of a number, a sequence (ids [T]) or a batch. A mini-batch has `items` of them. Those of
+    the first `validation` numbers are held out. The rest is as in `fxpar.Task`; `strategies` is as in [strategies], and
+    has none where the task runs under these.
+    """
+
+    loss: str
+    data: str
+    items: int = field(metadata={"least": 1})
+    weight: float = field(default=1.0, metadata={"above": 0})
+    strategies: dict[str, Any] = field(default_factory=dict)
+    token_budget: int | None = field(default=None, metadata={"least": 1})
+    ranks: list[int] | None = None
+    dynamic: dict[str, Any] | None = None
+    validation: int = field(default=0, metadata={"least": 0})
+
+    def by_length(self, others: Strategies) -> Strategies:
+        """Ascending; those of `others` if it has none of its own."""
+        return tuple(sorted((int(limit), text) for limit, text in self.strategies.items())) or others
+
+    @property
+    def dims(self) -> dict[str, dict[int, str]] | None:
+        """Which sizes may differ, in the form of `fxpar.capture`."""
+        if self.dynamic is None:
+            return None
+        return {key: {int(dim): name for dim, name in dims.items()} for key, dims in self.dynamic.items()}
+
+
+Tasks = Mapping[str, TaskConfig]
+
+
+def read_tasks(sections: Any, problems: list[str]) -> dict[str, TaskConfig]:
+    """By name, in the order of the file; what is wrong is appended to `problems`."""
+    if not isinstance(sections, dict) or not sections:
+        problems.append(f"task = {shown(sections)} must be sections: [task.NAME]")
+        return {}
+    found = {}
+    for name, table in sections.items():
+        where = f"task.{name}"
+        if not isinstance(table, dict):
+            problems.append(f"{where} = {shown(table)} must be a section: [{where}]")
+        elif not name or not name.isprintable() or set(name) & set(":/"):
+            problems.append(f"[{where}] is no name of a task: give a text without ':' and '/'")
+        else:
+            task = from_table(TaskConfig, table, where, problems)
+            if task is not None and _fits(task, where, problems):
+                found[name] = task
+    return found
+
+
+def one_loss_problems(tables: Mapping[str, Any]) -> list[str]:
+    """What stands beside tasks, but is of one loss that is trained on text."""
+    strategies, problems = tables.get("strategies", {}), []
+    if "data" in tables:
+        problems.append("[data] is of one loss: each [task.NAME] has data of its own")
+    if not isinstance(strategies, dict) or STATIC in strategies:
+        problems.append('strategies by length or rows are for tasks, such as 64 = "dp2"')
+    for section, key in (("engine", "order"), ("engine", "gradients"), ("engine", "token_budgets"), ("plan", "drift")):
+        table = tables.get(section)
+        if isinstance(table, dict) and table.get(key) not in (None, "home"):
+            problems.append(f"{section}.{key} is of one loss, and there are tasks")
+    return problems
+
+
+def task_problems(tasks: Tasks, strategies: Strategies, ranks: int | None) -> list[str]:
+    """What is wrong with tasks, the strategies beside them, and the number of ranks, if it is said."""
+    found = []
+    world = world_of(tasks, strategies, ranks)
+    for name, task in tasks.items():
+        own = task.by_length(strategies)
+        if not own:
+            found.append(f'task.{name} has no strategies: give it some, such as {{ 64 = "dp2" }}, or [strategies]')
+            continue
+        many = task.ranks or range(world)
+        if list(many) != list(range(many[0], many[0] + len(many))) or many[0] < 0 or many[-1] >= world:
+            found.append(f"task.{name}.ranks = {many} must be consecutive ones of 0 to {world - 1}")
+            continue
+        try:
+            length_groups(dict(own), world=len(many), token_budget=task.token_budget)
+        except FxparError as error:
+            found.append(f"task.{name}: {error}")
+    return found
+
+
+def world_of(tasks: Tasks, strategies: Strategies, ranks: int | None) -> int:
+    """How many ranks they need, unless it is said: as many as strategies on all ranks do, or as tasks have ranks of
+    their own.
+    """
+    if ranks is not None:
+        return ranks
+    everywhere = [task.by_length(strategies) for task in tasks.values() if task.ranks is None]
+    wide = [formations(own[-1][1])[0].world for own in everywhere if own]
+    return max([*wide, *(max(task.ranks) + 1 for task in tasks.values() if task.ranks)], default=1)
+
+
+def texts_of(tasks: Tasks, strategies: Strategies) -> list[str]:
+    """Each strategy that tasks run under, once; without tasks those of the one loss."""
+    groups = [task.by_length(strategies) for task in tasks.values()] or [strategies]
+    return list(dict.fromkeys(text for one in groups for _, text in one))
+
+
+def _fits(task: TaskConfig, where: str, problems: list[str]) -> bool:
+    """Whether its tables are what they should be."""
+    before = len(problems)
+    for key in (AUTO, STATIC):
+        if key in task.strategies:
+            problems.append(f"{where}.strategies.{key} is of one loss: give lengths or rows, such as 64")
+            return False
+    if task.strategies:
+        read_strategies(task.strategies, None, problems, f"{where}.strategies")
+    if task.ranks == []:
+        problems.append(f"{where}.ranks = [] must name ranks, such as [0, 1]")
+    for key, dims in (task.dynamic or {}).items():
+        fits = isinstance(dims, dict) and all(dim.isdecimal() and isinstance(one, str) for dim, one in dims.items())
+        if not fits:
+            problems.append(f'{where}.dynamic.{key} = {shown(dims)} must name dims by number, such as {{ 0 = "B" }}')
+    for key in ("loss", "data"):
+        text = getattr(task, key)
+        if not text.strip() or text.endswith(":"):
+            problems.append(f"{where}.{key} = {shown(text)} must name a function: FILE.py:NAME, or NAME")
+    return len(problems) == before
+
+
+def function_place(text: str, model: str) -> str:
+    """`FILE.py:NAME` of a function that is named so, or by its name in the file of the model."""
+    return text if ":" in text else f"{model.rpartition(':')[0]}:{text}"

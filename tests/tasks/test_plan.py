@@ -1,0 +1,75 @@
+"""From captured tasks to waves of modules on ranks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from fxpar.cost.cluster import usual_cluster
+from fxpar.cost.group import group_cost
+from fxpar.errors import ClusterError
+from fxpar.lowering import lower
+from fxpar.tasks import TaskStep, plan_tasks
+from fxpar.tasks.plan import devices_of
+from fxpar.tasks.times import widths_of
+from tests.tasks.towers import step
+
+CLUSTER = usual_cluster(2)
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return plan_tasks({"caption": step("caption"), "text": step("text")}, CLUSTER)
+
+
+def test_times_of_metaops_add_up_to_those_of_programs(planned):
+    for task, batches, length in (("caption", 2, 8), ("text", 4, 8)):
+        program = lower(step(task).logical, "dp1", for_store=True)
+        cost = group_cost(program, CLUSTER)
+        whole = cost.seconds([length] * batches) if step(task).logical.packing else batches * cost.seconds([length])
+        mine = [one for one in planned.plan.graph.metaops if one.name.startswith(task)]
+        assert sum(one.layers * one.layer_ms[1] for one in mine) == pytest.approx(1000 * whole, rel=1e-9)
+
+
+def test_batches_are_spread_where_that_is_best(planned):
+    image = planned.plan.graph.metaops[0]
+    assert image.layer_ms[2] == pytest.approx(image.layer_ms[1] / 2)
+    assert planned.chains[0].strategies == {1: "dp1", 2: "dp2"}
+
+
+def test_every_module_with_parameters_runs_once_in_each_task(planned):
+    for task in ("caption", "text"):
+        modules = [one for piece in planned.assignments if piece.task == task for one in piece.modules]
+        known = step(task).forward
+        mine = [one for one in modules if one and known.params([one])]  # code of no module stands before and behind
+        assert len(mine) == len(set(mine))
+        assert set(known.params(mine)) == set(known.params([""]))
+
+
+def test_pieces_say_what_ranks_run(planned):
+    for piece, placed in zip(planned.assignments, planned.plan.pieces, strict=True):
+        chain = planned.chains[placed.metaop]
+        assert (piece.first, piece.last, piece.ranks) == (placed.first, placed.last, placed.devices)
+        assert piece.strategy == chain.strategies[len(piece.ranks)]
+        assert {one for layer in chain.layers[piece.first : piece.last] for one in layer} <= {*piece.modules}
+        assert placed in [planned.plan.pieces[at] for at in planned.plan.waves[piece.wave]]
+    assert planned.strategies[0, 2] == "dp2"
+
+
+def test_a_batch_that_cannot_be_spread_stays_on_one_device():
+    logical = step("tapped").logical
+    plan = plan_tasks({"tapped": TaskStep(logical)}, CLUSTER)
+    assert all(strategy != "dp2" for chain in plan.chains for strategy in chain.strategies.values())
+
+
+def test_mistakes():
+    with pytest.raises(ClusterError, match="too small for strategies on 4 ranks"):
+        plan_tasks({"text": step("text")}, CLUSTER, 4)
+
+
+def test_devices_are_those_of_the_cluster():
+    found = devices_of(usual_cluster(16), 16)
+    assert (found.count, found.per_node, found.within_gb_per_s, found.between_gb_per_s) == (16, 8, 200, 25)
+    assert found.memory_bytes == math.inf
+    assert widths_of(12) == [1, 2, 4, 8, 12]
