@@ -1,5 +1,6 @@
 """From a cluster to the part of it that a plan is for."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from fxpar.cost.device import CPU
 from fxpar.errors import FxparError
 from fxpar.search.chosen import of_ranks, planned_for, problem_of
 from fxpar.search.driver import find_plan
+from tests.cli.helpers import fxpar
 from tests.search.shallow import shallow
 
 
@@ -54,3 +56,21 @@ def test_experts_are_apart_where_their_weights_do_not_fit_twice():
     assert max(tight.plans[0].memory_bytes.values()) <= 4_600_000 < roomy.plans[0].memory_bytes["dp2"]
     assert all(found.lower_bound_s <= found.plans[0].predicted_s for found in (roomy, tight))
     assert roomy.refused == tight.refused == {}
+
+
+@pytest.mark.nightly
+def test_what_is_planned_for_a_mixtral_computes_what_one_device_does(tmp_path):
+    """Its experts have most of the weights, with room for half of them."""
+    sizes = {"num_hidden_layers": 1, "intermediate_size": 64, "num_local_experts": 16, "num_experts_per_tok": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 64, "head_dim": 16}
+    model = ["hf:mixtral", *(word for name, size in sizes.items() for word in ("--set", f"{name}={size}"))]
+    asked = ["--lengths", "github:64", "--tokens-per-step", "2048", "--samples", "2", "--memory", "5MB"]
+    status, text, _ = fxpar("plan", *model, "--world", "2", *asked, "--json", str(tmp_path / "plan.json"))
+    found = json.loads((tmp_path / "plan.json").read_text())
+    names = list(dict.fromkeys(group["strategy"] for plan in found["plans"] for group in plan["groups"]))
+    assert status == 0
+    assert names[0].startswith("ep2")
+    assert found["plans"][0]["lower_bound_s"] <= found["plans"][0]["predicted_s"]
+    assert text.strip().endswith(*found["routes"])
+    status, text, _ = fxpar("check", *model, "--dtype", "float64", *(word for name in names for word in ("-s", name)))
+    assert status == 0, text
