@@ -71,7 +71,7 @@ def _times(
     """By MetaOp of one task, then by number of devices: the least time over all layouts of these."""
     best: list[dict[int, Timed]] = [{} for _ in found]
     refused: dict[str, str] = {}
-    shares = _shares(step, found)
+    shares = shares_of(step, found)
     for cut in _layouts(cluster, devices):
         alone = of_degrees(1, 1, *cut)
         try:
@@ -80,7 +80,7 @@ def _times(
             refused[str(alone)] = str(error)
             continue
         assert not isinstance(program, PipelineGraph | TeamsGraph)
-        costs = _costs(program, shares, len(found), cluster)
+        costs = costs_of(program, shares, len(found), cluster)
         for width in widths_of(devices):
             replicas, left = divmod(width, alone.world)
             if left or not 1 <= replicas <= step.batches:
@@ -106,7 +106,7 @@ def _layouts(cluster: ClusterSpec, devices: int) -> Iterator[tuple[int, int]]:
 Shares = dict[str, dict[int, Fraction]]  # by module, how much of what is in it which MetaOps have
 
 
-def _shares(step: TaskStep, found: Sequence[Contracted]) -> Shares:
+def shares_of(step: TaskStep, found: Sequence[Contracted]) -> Shares:
     """All of a layer is its MetaOp's. Of a module in which several have calls each has as much as it takes in the
     captured graph, of what is in no known one as much as in all.
     """
@@ -128,7 +128,7 @@ def _shares(step: TaskStep, found: Sequence[Contracted]) -> Shares:
     return shares | layers
 
 
-def _costs(program: Program, shares: Shares, count: int, cluster: ClusterSpec) -> list[Polynomial]:
+def costs_of(program: Program, shares: Shares, count: int, cluster: ClusterSpec) -> list[Polynomial]:
     """By MetaOp, seconds of all its layers in one micro-batch, forward and backward."""
     totals: dict[str, Polynomial] = defaultdict(Polynomial)
     for cost in node_costs(program, cluster):

@@ -9,10 +9,12 @@ import pytest
 from fxpar.cost.cluster import usual_cluster
 from fxpar.cost.group import group_cost
 from fxpar.errors import ClusterError
+from fxpar.ir.node_meta import fqn_of
 from fxpar.lowering import lower
 from fxpar.tasks import TaskStep, plan_tasks
+from fxpar.tasks.contract import contract
 from fxpar.tasks.plan import devices_of
-from fxpar.tasks.times import widths_of
+from fxpar.tasks.times import costs_of, shares_of, widths_of
 from tests.tasks.towers import step
 
 CLUSTER = usual_cluster(2)
@@ -73,3 +75,15 @@ def test_devices_are_those_of_the_cluster():
     assert (found.count, found.per_node, found.within_gb_per_s, found.between_gb_per_s) == (16, 8, 200, 25)
     assert found.memory_bytes == math.inf
     assert widths_of(12) == [1, 2, 4, 8, 12]
+
+
+def test_code_that_two_metaops_have_is_split_between_them():
+    caption = step("caption")
+    found = contract({"caption": caption})
+    image, lm = (one.part for one in found)
+    image.behind += [node for node in lm.before if not fqn_of(node)]
+    program = lower(caption.logical, "dp1", for_store=True, verified=False)
+    shares = shares_of(caption, found)
+    assert 0 < shares[""][0] < 1
+    costs = costs_of(program, shares, 2, CLUSTER)
+    assert float(sum(one.at(8) for one in costs)) == pytest.approx(group_cost(program, CLUSTER).seconds([8]), rel=1e-9)

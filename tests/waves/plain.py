@@ -54,6 +54,9 @@ def check_plan(plan: WavePlan) -> None:
     _check_devices(plan, runs)
     wave_of = {at: number for number, members in enumerate(plan.waves) for at in members}
     assert sorted(wave_of) == list(range(len(plan.pieces)))
+    for a, b in itertools.permutations(wave_of, 2):
+        if {*plan.pieces[a].devices} & {*plan.pieces[b].devices} and runs[a, False].start_ms < runs[b, False].start_ms:
+            assert wave_of[a] < wave_of[b]
     assert all(wave_of[a] < wave_of[b] for a, b in after)
     for members in plan.waves:
         standing = [device for at in members for device in plan.pieces[at].devices]
