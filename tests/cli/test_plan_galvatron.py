@@ -91,7 +91,7 @@ def test_a_plan_that_does_not_say_for_how_many(tmp_path, capsys):
     assert "dp2.pp2+zero2" in capsys.readouterr().out
 
 
-SMALL = {"pp_deg": 1, "tp_sizes_enc": "2,1", "dp_types_enc": "0,1", "checkpoint": "1,0", "global_bsz": 8, "chunks": 4}
+SMALL = {"pp_deg": 1, "tp_sizes_enc": "2,1", "dp_types_enc": "0,1", "checkpoint": "1,0", "global_bsz": 8, "chunks": 8}
 OPTIONS = ("layers=2", "dim=32", "heads=4", "kv_heads=2", "ffn=48", "vocab=300")
 
 
