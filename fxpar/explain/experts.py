@@ -24,7 +24,7 @@ def experts_document(program: Program, found: Sequence[CollectiveTraffic]) -> Do
     rows: dict[tuple[Any, ...], Document] = {}
     size = SizesAt(run_dims(program)).size
     for placed in program.placed:
-        for node in placed.parts["body"].graph.nodes:
+        for node in (node for part in placed.parts.values() for node in part.graph.nodes):
             if node.target is not copies:
                 continue
             ids, experts, ranks = node.args
