@@ -158,7 +158,7 @@ def _why_whole(found: AxisSearch, entry: OpClass, dim: int, size: int, fixed: Pl
         return f"an override sets {fixed}"
     role = found.policy.of(entry)
     if isinstance(role, ContextAxis) and is_param:
-        return "cp shards tokens; every rank has the whole parameter"
+        return f"{axis} shards tokens, and leaves this dim of a parameter whole"
     if entry.token[0][dim] and isinstance(role, TensorAxis) and not role.cuts_tokens:
         return "it shards tokens, which tp does only with +sp"
     if is_param or entry.token[0][dim]:

@@ -319,7 +319,7 @@ def _tokenizer(config: TrainConfig, problems: list[str]) -> str | None:
     if not file.is_file():
         problems.append(
             f"data.tokenizer is missing: {shown(str(start))} has weights but no tokenizer.json, and a new tokenizer "
-            "would give its tokens other meanings"
+            "would give its tokens other meanings. Put that of the weights into the folder, or set data.tokenizer"
         )
     return str(file)
 

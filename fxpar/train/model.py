@@ -146,8 +146,9 @@ def _check_text(loaded: LoadedModel, vocab_size: int, tokenizer: str) -> None:
         keys = ", ".join(loaded.example_batch)
         raise TextModelError(
             loaded.name,
-            f"takes no input_ids (its batches have {keys}), and fxpar train is for causal language models: "
-            "train it in a loop of your own, by plain calls after fxpar.parallelize",
+            f"takes no input_ids (its batches have {keys}), and [data] is for causal language models: "
+            "give it a [task.NAME] in place of [data], or train it in a loop of your own, by plain calls after "
+            "fxpar.parallelize",
         )
     known = model_vocab(loaded.model)
     if known is not None and known < vocab_size:

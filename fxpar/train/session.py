@@ -103,7 +103,9 @@ class TrainSession:
         self.step = int(extra["step"])
         if self.step >= self.config.run.steps:
             raise ResumeError(
-                str(path), f"it has done {self.step} steps, and run.steps is {self.config.run.steps}: nothing is left"
+                str(path),
+                f"it has done {self.step} steps, and run.steps is {self.config.run.steps}: nothing is left. "
+                "Raise run.steps",
             )
         self._take_schedule(int(extra.get("steps", self.config.run.steps)))
         return path

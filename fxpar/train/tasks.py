@@ -73,11 +73,13 @@ def one_loss_problems(tables: Mapping[str, Any]) -> list[str]:
     if "data" in tables:
         problems.append("[data] is of one loss: each [task.NAME] has data of its own")
     if not isinstance(strategies, dict) or STATIC in strategies:
-        problems.append('strategies by length or rows are for tasks, such as 64 = "dp2"')
+        problems.append(
+            '"auto" and static are of one loss: give tasks strategies by length or rows, such as 64 = "dp2"'
+        )
     for section, key in (("engine", "order"), ("engine", "gradients"), ("engine", "token_budgets"), ("plan", "drift")):
         table = tables.get(section)
         if isinstance(table, dict) and table.get(key) not in (None, "home"):
-            problems.append(f"{section}.{key} is of one loss, and there are tasks")
+            problems.append(f"{section}.{key} is of one loss, and there are tasks: leave it out")
     return problems
 
 

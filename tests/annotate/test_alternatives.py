@@ -142,7 +142,7 @@ def test_tokens_are_not_cut_without_sp():
 
 def test_context_parallelism_cuts_tokens_only():
     why = refused(choice_of("llama", "cp2", "cp", "head.weight"))
-    assert set(why.values()) == {"cp shards tokens; every rank has the whole parameter"}
+    assert set(why.values()) == {"cp shards tokens, and leaves this dim of a parameter whole"}
     (search,) = found("llama", "cp2")[1]
     entry = next(e for e in search.problem.classes if str(e.view.target) == "aten.mm.default")
     reason = refused(axis_choice(search, entry.nodes[0]))["(R, S(1)) -> S(1)"]
