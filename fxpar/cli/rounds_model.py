@@ -9,6 +9,7 @@ from fxpar.cli.rounds_commands import RoundsRequest
 from fxpar.cli.shallow import Shallow, memory_of
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import PlanOptionError, RoundCostError
+from fxpar.ir.axes import ROLE_AXES
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.teams import replicas_of_ranks
 from fxpar.rounds import TeamCost
@@ -32,7 +33,8 @@ def model_teams(
     memory = request.memory_bytes or memory_of(cluster)
     if memory is None:
         raise RoundCostError(repr(request.cost), "it does not say what a device holds", "Say it with --memory 80GB")
-    asked = Strategy.parse(request.strategy or f"cp{request.devices}+zero3", world=request.devices)
+    _, token_axis, *_ = ROLE_AXES
+    asked = Strategy.parse(request.strategy or f"{token_axis}{request.devices}+zero3", world=request.devices)
     replicas_of_ranks(asked, degrees)
     with collected_warnings([]):
         said(f"capturing {request.source.model}")

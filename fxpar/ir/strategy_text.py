@@ -168,6 +168,9 @@ def parse_flags(text: str, flags: list[str], known: Sequence[str] = FLAGS) -> di
             roles.append(tuple(_parse_role(text, flag, word.strip()) for word in match[1].split("|")))
         elif not flag:
             raise StrategySyntaxError(text, "+", f"there is no flag behind a '+'. Flags are {', '.join(known)}")
+        elif (axis := _AXIS.fullmatch(flag)) and axis[1] in AXES:
+            why = f"{flag} is an axis, not a flag: join axes with '.', as in {AXES[0]}2.{flag}"
+            raise StrategySyntaxError(text, flag, why)
         else:
             why = f"unknown flag {flag!r}{nearest(flag, known) or '.'} Flags are {', '.join(known)}"
             raise StrategySyntaxError(text, flag, why)

@@ -255,6 +255,7 @@ SYNTAX = [
     ("dp\u0662", "'dp\u0662'", "an axis is a name and a degree"),  # a digit, but none of ASCII
     (None, "'None'", "it is not text"),
     ("tp2+sq", "'sq'", "unknown flag 'sq'; did you mean 'sp'?"),
+    ("dp2+ep2", "'ep2'", "ep2 is an axis, not a flag: join axes with '.', as in dp2.ep2"),
     ("tp2+zero", "'zero'", "did you mean 'zero"),
     ("tp2+zero4", "'zero4'", "did you mean 'zero"),
     ("tp2+sp+sp", "'sp'", "flag 'sp' is given twice"),

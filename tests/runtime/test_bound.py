@@ -35,7 +35,7 @@ def test_a_mini_batch():
     bound.run(captured.batches[0], 0.25)
     bound.run(captured.batches[0], torch.tensor(0.25))
     twice = bound.finish()
-    assert set(once) == {"loss", "metrics", "grads", "buffers"}
+    assert set(once) == {"loss", "metrics", "grads", "buffers", "experts"}
     assert set(once["grads"]) == set(captured.params)
     assert torch.allclose(once["loss"], twice["loss"], rtol=1e-13)
     for name, grad in once["grads"].items():
