@@ -29,7 +29,7 @@ def test_a_reduction_ends_after_its_run():
 
     stub: Any = Stub(
         prepare=lambda *args: None,
-        finish=lambda: {"loss": 0.0, "metrics": {}, "grads": {}, "buffers": {}},
+        finish=lambda: {"loss": 0.0, "metrics": {}, "grads": {}, "buffers": {}, "experts": {}},
         store=SimpleNamespace(compute=lambda name: {}),
         resident=(),
         predicted_s=lambda *args: 0.0,
