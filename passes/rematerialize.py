@@ -23,7 +23,7 @@ from typing import ClassVar
 from torch import fx
 
 from fxpar.ir.graph import AnnotatedGraph, run_dims
-from fxpar.ir.node_meta import is_backward
+from fxpar.ir.node_meta import counted_by, is_backward
 from fxpar.ir.pass_base import Tier
 from fxpar.remat import chosen_by_module, forward_values, saved_bytes, trace_storages
 
@@ -111,7 +111,7 @@ def _sink(nodes: list[fx.Node]) -> None:
 
 
 def _drop_unused(graph: fx.Graph) -> None:
-    """Nodes that only the backward read, and has copies of now."""
+    """Nodes that only the backward read, and has copies of now. Counts of rows are read by who runs the graph."""
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users:
+        if node.op == "call_function" and not node.users and not counted_by(node)[1]:
             graph.erase_node(node)

@@ -54,7 +54,7 @@ class SizesAt:
     """Sizes of a TensorMeta with the dynamic dims at `dims`."""
 
     dims: Mapping[sympy.Symbol, int]
-    _known: dict[Size, int] = field(default_factory=dict)
+    _known: dict[Size, Any] = field(default_factory=dict)
 
     def __call__(self, meta: TensorMeta) -> Shape:
         return tuple(size if isinstance(size, int) else self.size(size) for size in meta.shape)

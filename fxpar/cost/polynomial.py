@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from fxpar.cost.ops import SizesAt
 from fxpar.errors import DimNameError, MicroBatchTokensError
@@ -88,7 +89,16 @@ class Sizes(SizesAt):
         self.most = MOST_TOKENS if token is None or token.maximum is None else token.maximum
         super().__init__({d.symbol: self.tokens if d is token else base_rows(program, d) for d in program.dims})
 
-    def numel(self, meta: TensorMeta) -> int:
+    def size(self, size: Any) -> Any:
+        """Without rounding: a mean of counts at run time need not be whole, and a line through rounded values may begin
+        below 0.
+        """
+        if size not in self._known:
+            found = size.subs(self.dims)
+            self._known[size] = int(found) if found.is_Integer else Fraction(int(found.p), int(found.q))
+        return self._known[size]
+
+    def numel(self, meta: TensorMeta) -> Fraction | int:
         return math.prod(self(meta))
 
 

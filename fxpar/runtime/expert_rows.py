@@ -67,16 +67,18 @@ class ExpertRows:
 
     def take(self) -> dict[str, Tensor]:
         """Of each module with experts [2 * E + 1]: what to add up over ranks for the rows of each expert, and for those
-        that each would have had without a capacity (zeros if there is none), and the rows that this rank has had.
+        that each would have had without a capacity (the same if there is none), and the rows that this rank has had.
         Counting begins anew.
         """
         found: dict[str, Tensor] = {}
+        limited = {self._watched[number].module for number in self._counts if self._watched[number].wanted}
         for number, counts in self._counts.items():
             layer = self._watched[number]
             rows = counts.new_zeros(2 * layer.experts + 1, dtype=torch.float64)
             first = len(counts) * (self.mesh.index(self.rank, layer.axis) if layer.axis else 0)
-            first += layer.experts * layer.wanted
-            rows[first : first + len(counts)] = counts / layer.alike
+            for half in (0, 1) if layer.module not in limited else (layer.wanted,):
+                start = first + layer.experts * half
+                rows[start : start + len(counts)] = counts / layer.alike
             rows[-1] = counts.sum() * (not layer.wanted)
             found[layer.module] = found[layer.module] + rows if layer.module in found else rows
         self._counts.clear()
@@ -115,8 +117,9 @@ def expert_loads(
     loads = []
     for (name, experts), part in zip(layers.items(), whole.split([*sizes.values()]), strict=True):
         rows, wanted, ranks = part.tensor_split((experts, 2 * experts))
+        left_out = bool((wanted > rows).any())
         if part.any():
             loads.append(
-                ExpertLoad(name, *(tuple(one.tolist()) for one in (rows, ranks, wanted[: any(wanted) * experts])))
+                ExpertLoad(name, *(tuple(one.tolist()) for one in (rows, ranks, wanted[: left_out * experts])))
             )
     return tuple(loads)

@@ -59,6 +59,7 @@ class BoundStage(TrainRunner[StageProgram]):
         """Run what of a forward needs no values of what is `received`, its sizes at most, if there is such work and it
         has not run yet.
         """
+        self.expert_rows.idle = idle
         if self.program.early is not None and micro_batch not in self._begun:
             given = {"batch": batch, "received": received, "scale": 0.0 if idle else scale, "seed": seed}
             inputs = self.fill(given)
@@ -80,7 +81,6 @@ class BoundStage(TrainRunner[StageProgram]):
         """
         given = {"batch": batch, "received": received, "scale": 0.0 if idle else scale, "seed": seed}
         tables = {"input": self.fill(given)}
-        self.expert_rows.idle = idle
         self.begin(micro_batch, batch, received, scale, seed, idle)
         if self.program.early is None:
             operands, rest = self.gather("forward", tables), "forward"

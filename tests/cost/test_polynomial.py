@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fxpar.cost.calls import node_costs
 from fxpar.cost.group import group_cost
 from fxpar.cost.ops import SizesAt, flops
 from fxpar.cost.polynomial import MOST_TOKENS, Polynomial, Sizes, fitted, sizes_of
+from fxpar.ir.counts import run_count
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.lowering import lower
 from fxpar.tracer import capture
@@ -83,3 +85,11 @@ def test_a_model_with_a_product_of_square_matrices_has_a_price(cubic):
         exact = sum(flops(node, SizesAt({dim.symbol: length})) for node in nodes)
         assert exact <= predicted.at(length)
     assert exact > 4 * MOST_TOKENS**3  # there is a cube in it
+
+
+def test_a_mean_is_not_rounded():
+    """A line through rounded values may begin below 0."""
+    sizes = Sizes(program("dp4"), 1)
+    (symbol,) = sizes.dims
+    assert sizes.size(run_count(Fraction(1, 3), 2, symbol, 0)) == Fraction(sizes.tokens, 3) != sizes.tokens // 3
+    assert sizes.size(symbol) == sizes.tokens

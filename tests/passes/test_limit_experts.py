@@ -60,9 +60,11 @@ def test_tokens_beyond_the_capacity_go_past_their_experts() -> None:
 
 
 def test_ranks_of_experts_get_what_is_left() -> None:
-    """Under ep each rank limits the rows of its own tokens, before they travel; the report says what share is gone."""
+    """Under ep each rank limits the rows of its own tokens, before they travel; the report says what share is gone, of
+    all groups of a step.
+    """
     found = crowded()
-    capacity = "cp2+capacity(1.25)[*.experts: ep2]"
+    capacity = "cp2+capacity(1.25)+remat[*.experts: ep2]"
     ranks, same = results(found, capacity), results(found, "cp2+capacity(1.25)")
     torch.testing.assert_close(ranks[0]["loss"], same[0]["loss"], rtol=1e-12, atol=0)
     layers = expert_layers([lowered(found, capacity)])
@@ -71,6 +73,10 @@ def test_ranks_of_experts_get_what_is_left() -> None:
     assert load.wanted == (LENGTH, LENGTH, 0, 0)
     assert load.experts == (kept, kept, 0, 0)
     assert load.figures()["dropped"] == 1 - kept / LENGTH
+    groups = [rank["experts"] for rank in (*ranks, *results(found, "dp1"))]
+    (load,) = expert_loads(groups, layers, 0, 1, torch.device("cpu"), None)
+    assert load.experts == (kept + LENGTH, kept + LENGTH, 0, 0)
+    assert load.dropped == 1 - (kept + LENGTH) / (2 * LENGTH)
 
 
 def test_check_says_how_far_off_it_is() -> None:

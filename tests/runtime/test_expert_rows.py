@@ -52,7 +52,7 @@ def test_each_row_counts_once_for_its_expert(strategy: str) -> None:
 
 def test_loads_of_several_groups() -> None:
     device = torch.device("cpu")
-    groups = [{"b": torch.tensor([1.0, 3, 0, 0, 4])}, {"b": torch.tensor([2.0, 0, 0, 0, 2])}, {}]
+    groups = [{"b": torch.tensor([1.0, 3, 1, 3, 4])}, {"b": torch.tensor([2.0, 0, 2, 0, 2])}, {}]
     (load,) = expert_loads(groups, {"a": 3, "b": 2}, 0, 1, device, None)
     assert load == ExpertLoad("b", (3.0, 3.0), (6.0,))
     assert ExpertLoad("b", (1.0, 3.0), (4.0, 0.0, 2.0)).expert_balance == 1.5
