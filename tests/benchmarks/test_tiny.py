@@ -85,7 +85,7 @@ def test_a_plan_against_one_strategy_on_two_nodes(script, capsys, lengths):
     assert all(one["measured_s"] > 0.9 * one["predicted_s"] for one in found.values())
 
 
-@pytest.mark.parametrize("paced", [False, True])
+@pytest.mark.parametrize("paced", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_compressed_experts_on_two_nodes(script, capsys, paced):
     module = script("lsh_nodes")
     found = run_forked(4, lambda _: module.measure(1e3, 1, paced, tiny=True))[0]
