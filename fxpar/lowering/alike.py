@@ -11,7 +11,7 @@ from fxpar.ir.exec_graph import ExecGraph
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.strategy import Strategy
-from fxpar.lowering.driver import split_phases
+from fxpar.lowering.driver import check_strategy, split_phases
 from fxpar.lowering.ladder import climb, run_passes
 from fxpar.passes.chunk_loss import ChunkLoss
 
@@ -28,7 +28,7 @@ class LowerAlike:
     _reached: dict[Strategy, AnnotatedGraph] = field(default_factory=dict)
 
     def __call__(self, strategy: Strategy) -> ExecGraph:
-        """The program, equal to that of `lower`. Raises as `lower` does."""
+        """The program, equal to that of `lower`. Raises as `lower` does, but for NothingToOffloadError."""
         names = [step.name for step in self.passes]
         middle = names.index(ChunkLoss.name)
         with collector_paused():
@@ -40,6 +40,7 @@ class LowerAlike:
         """A graph of one's own."""
         key = replace(strategy, remat=None, offload=0.0, chunks=1)
         if key not in self._reached:
+            check_strategy(self.logical, strategy)
             self._reached[key] = run_passes(self.logical, key, passes, None, verified=False)[0]
         found = self._reached[key]
         return replace(

@@ -100,10 +100,7 @@ def lower(
             return lower(logical, team, passes=passes, on_pass=on_pass, verified=verified)
 
         return lower_teams(logical, strategy, lower_team)
-    check_rules(logical, strategy)
-    check_experts(logical, strategy)
-    check_bins(logical, strategy)
-    check_compressed(logical, strategy)
+    check_strategy(logical, strategy)
     if strategy.pipeline_size > 1:
         pipeline = lower_pipeline(logical, strategy, ladder, on_pass, verified)
         _check_moved(pipeline, strategy, ladder)
@@ -115,6 +112,16 @@ def lower(
     result.timings["lower_cpu_s"] = _since(started, result)
     result.passes = report
     return _spread_evenly(logical, result)
+
+
+def check_strategy(logical: LogicalGraph, strategy: Strategy) -> None:
+    """What is asked of a graph before its first pass, by all that lower: has it the modules, experts and bins that the
+    strategy (without teams) is about? Raises as `check_rules`, `check_experts`, `check_bins`, `check_compressed` do.
+    """
+    check_rules(logical, strategy)
+    check_experts(logical, strategy)
+    check_bins(logical, strategy)
+    check_compressed(logical, strategy)
 
 
 def _spread_evenly(logical: LogicalGraph, program: TrainGraph) -> TrainGraph:
@@ -155,10 +162,7 @@ def graphs_after(
             team = lowered_for(strategy, number)
             yield from graphs_after(logical, team, last, passes=ladder, on_pass=on_pass, verified=verified)
         return
-    check_rules(logical, strategy)
-    check_experts(logical, strategy)
-    check_bins(logical, strategy)
-    check_compressed(logical, strategy)
+    check_strategy(logical, strategy)
     if strategy.pipeline_size == 1:
         yield run_passes(logical, strategy, ladder, on_pass, last, verified)[0]
         return
@@ -215,10 +219,7 @@ def lower_forward(
     logical = _with_room_for_padding(logical)
     if strategy.pipeline_size > 1:
         raise NotYetError(f"a forward whose loss is outside, under '{strategy}'", "Name a strategy without pp for it.")
-    check_rules(logical, strategy)
-    check_experts(logical, strategy)
-    check_bins(logical, strategy)
-    check_compressed(logical, strategy)
+    check_strategy(logical, strategy)
     ladder = default_passes(for_store=not whole)
     if whole:
         ladder = [_WITHOUT_STORE.get(step.name, step) for step in ladder]
@@ -354,6 +355,7 @@ def _writes_into(node: fx.Node, early: set[fx.Node]) -> bool:
 __all__ = [
     "PHASES",
     "OnPass",
+    "check_strategy",
     "default_passes",
     "finish",
     "graphs_after",

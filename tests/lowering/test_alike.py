@@ -6,6 +6,7 @@ import functools
 
 import pytest
 
+from fxpar.errors import NoExpertsError, NothingToCompressError
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import LowerAlike, default_passes, lower
 from fxpar.models import load
@@ -59,3 +60,16 @@ def test_the_first_passes_run_once_for_what_differs_in_recomputation_and_chunks(
         mine(Strategy.parse(text))
     assert first.fingerprint() == before
     assert runs == ["dp2.tp2+sp", "dp4+zero3", "dp4"]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("ep4", NoExpertsError),
+        ("cp4+capacity(1.5)", NothingToCompressError),
+        ("cp4+lsh(0.5)", NothingToCompressError),
+    ],
+)
+def test_what_lower_refuses_for_a_model_without_experts_is_refused(text, error):
+    with pytest.raises(error, match="ep4|capacity|lsh"):
+        alike()(Strategy.parse(text))
