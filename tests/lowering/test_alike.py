@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 
@@ -71,5 +72,5 @@ def test_the_first_passes_run_once_for_what_differs_in_recomputation_and_chunks(
     ],
 )
 def test_what_lower_refuses_for_a_model_without_experts_is_refused(text, error):
-    with pytest.raises(error, match="ep4|capacity|lsh"):
+    with pytest.raises(error, match=re.escape(text)):
         alike()(Strategy.parse(text))
