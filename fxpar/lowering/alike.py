@@ -11,7 +11,7 @@ from fxpar.ir.exec_graph import ExecGraph
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.strategy import Strategy
-from fxpar.lowering.driver import check_strategy, split_phases
+from fxpar.lowering.driver import check_strategy, finished, split_phases
 from fxpar.lowering.ladder import climb, run_passes
 from fxpar.passes.chunk_loss import ChunkLoss
 
@@ -28,13 +28,13 @@ class LowerAlike:
     _reached: dict[Strategy, AnnotatedGraph] = field(default_factory=dict)
 
     def __call__(self, strategy: Strategy) -> ExecGraph:
-        """The program, equal to that of `lower`. Raises as `lower` does, but for NothingToOffloadError."""
+        """The program, equal to that of `lower`. Raises as `lower` does."""
         names = [step.name for step in self.passes]
         middle = names.index(ChunkLoss.name)
         with collector_paused():
             graph = self._in_front(strategy, list(self.passes[:middle]))
             climb(graph, list(self.passes[middle:]), verified=False)
-        return split_phases(graph)
+        return finished(self.logical, split_phases(graph), self.passes)
 
     def _in_front(self, strategy: Strategy, passes: list[GraphPass]) -> AnnotatedGraph:
         """A graph of one's own."""

@@ -11,7 +11,7 @@ import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx
@@ -27,7 +27,7 @@ from fxpar.ir.exec_graph import ExecGraph, Outline, Part, PlainGraph, Program, c
 from fxpar.ir.graph import AnnotatedGraph, ForwardGraph, LogicalGraph
 from fxpar.ir.node_meta import fqn_of, is_on_host, phase_of
 from fxpar.ir.pass_base import GraphPass, ancestors, whole_forward
-from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
+from fxpar.ir.pipeline_graph import PipelineGraph, TeamsGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.teams import lowered_for
 from fxpar.lowering.ladder import (
@@ -51,6 +51,7 @@ from fxpar.passes.reuse_buffers import SAME_STORAGE
 from fxpar.passes.zero_shard import ZeroShard
 
 PHASES = ("prologue", "body", "epilogue")
+P = TypeVar("P", ExecGraph, PipelineGraph)
 
 
 def lower(
@@ -102,16 +103,13 @@ def lower(
         return lower_teams(logical, strategy, lower_team)
     check_strategy(logical, strategy)
     if strategy.pipeline_size > 1:
-        pipeline = lower_pipeline(logical, strategy, ladder, on_pass, verified)
-        _check_moved(pipeline, strategy, ladder)
-        return _spread_evenly(logical, pipeline)
+        return finished(logical, lower_pipeline(logical, strategy, ladder, on_pass, verified), ladder)
     started = time.process_time()
     graph, report = run_passes(logical, strategy, ladder, on_pass, verified=verified)
     result = split_phases(graph)
-    _check_moved(result, strategy, ladder)
     result.timings["lower_cpu_s"] = _since(started, result)
     result.passes = report
-    return _spread_evenly(logical, result)
+    return finished(logical, result, ladder)
 
 
 def check_strategy(logical: LogicalGraph, strategy: Strategy) -> None:
@@ -124,7 +122,13 @@ def check_strategy(logical: LogicalGraph, strategy: Strategy) -> None:
     check_compressed(logical, strategy)
 
 
-def _spread_evenly(logical: LogicalGraph, program: TrainGraph) -> TrainGraph:
+def finished(logical: LogicalGraph, program: P, ladder: Sequence[GraphPass]) -> P:
+    """The program (not of teams) as `lower` gives it. Raises NothingToOffloadError."""
+    _check_moved(program, program.strategy, ladder)
+    return _spread_evenly(logical, program)
+
+
+def _spread_evenly(logical: LogicalGraph, program: P) -> P:
     """With tokens spread over the ranks of a ring where they may lie in any order, and all attention is in steps that
     are told the positions; else with a note of why not.
     """
@@ -358,6 +362,7 @@ __all__ = [
     "check_strategy",
     "default_passes",
     "finish",
+    "finished",
     "graphs_after",
     "lower",
     "lower_forward",

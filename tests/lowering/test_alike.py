@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from fxpar.errors import NoExpertsError, NothingToCompressError
+from fxpar.errors import NoExpertsError, NothingToCompressError, NothingToOffloadError
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import LowerAlike, default_passes, lower
 from fxpar.models import load
@@ -36,7 +36,7 @@ def alike() -> LowerAlike:
     return LowerAlike(rows(), default_passes(for_store=True))
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", [*TEXTS, "ring4"])
 def test_equals_lower(text):
     strategy = Strategy.parse(text)
     assert alike()(strategy).fingerprint() == lower(rows(), strategy, for_store=True).fingerprint()
@@ -69,8 +69,9 @@ def test_the_first_passes_run_once_for_what_differs_in_recomputation_and_chunks(
         ("ep4", NoExpertsError),
         ("cp4+capacity(1.5)", NothingToCompressError),
         ("cp4+lsh(0.5)", NothingToCompressError),
+        ("dp4[head: +offload]", NothingToOffloadError),
     ],
 )
-def test_what_lower_refuses_for_a_model_without_experts_is_refused(text, error):
+def test_what_lower_refuses_is_refused(text, error):
     with pytest.raises(error, match=re.escape(text)):
         alike()(Strategy.parse(text))
