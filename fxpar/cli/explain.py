@@ -102,18 +102,14 @@ class _Graphs:
 
     def placed(self, stage: int | None, param: str = "") -> Iterator[Placed]:
         """The annotated graph; of a pipeline that of each stage, or of `stage`, or of those that have `param`."""
-        from fxpar.annotate.bins import check_bins
         from fxpar.annotate.driver import annotate_and_search
-        from fxpar.annotate.experts import check_experts
-        from fxpar.annotate.module_rules import check_rules
+        from fxpar.lowering.driver import check_strategy
 
         if self.logical is None:
             if isinstance(self.file, AnnotatedGraph):
                 yield placed(self.file, ())
             return
-        check_rules(self.logical, self.strategy)
-        check_bins(self.logical, self.strategy)
-        check_experts(self.logical, self.strategy)
+        check_strategy(self.logical, self.strategy)
         if self.strategy.pipeline_size == 1:
             yield placed(*annotate_and_search(self.logical, self.strategy))
             return

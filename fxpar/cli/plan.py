@@ -37,7 +37,7 @@ BAR = 24  # columns of the longest bar
 def run_plan(request: PlanRequest) -> None:
     """Do it. Raises FxparError."""
     if request.imported is not None:
-        run_import_galvatron(request.imported, request.devices, request.json)
+        run_import_galvatron(request.imported, request.ranks, request.json)
         if request.output is not None:
             _write_imported(request, request.imported, request.output)
     elif request.cost == "galvatron":
@@ -48,7 +48,7 @@ def run_plan(request: PlanRequest) -> None:
 
 def _write_imported(request: PlanRequest, path: str, output: str) -> None:
     """A plan of Galvatron's as one of fxpar's, for a model. Raises PlanOptionError for a model with other layers."""
-    plan, source = imported_plan(path, request.devices), request.source
+    plan, source = imported_plan(path, request.ranks), request.source
     with working() as status, collected_warnings([]):
         status.update(f"capturing {source.model}")
         model = Shallow(source)

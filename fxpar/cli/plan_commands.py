@@ -134,6 +134,14 @@ class PlanRequest:
         if 0 < len(missing) < len(given):
             why = "--import writes a plan for MODEL with --seq-len N and -o FILE; without all of them it shows it"
             raise typer.BadParameter(f"it is missing: {why}", param_hint=missing[0])
+        if self.source.world is not None and self.devices not in (None, self.source.world):
+            why = f"{self.source.world} ranks are not --devices {self.devices}: say one of them"
+            raise typer.BadParameter(why, param_hint="--world")
+
+    @property
+    def ranks(self) -> int | None:
+        """For how many a plan of Galvatron's shall be, if it is said."""
+        return self.source.world if self.devices is None else self.devices
 
     @property
     def strategy_texts(self) -> list[str]:

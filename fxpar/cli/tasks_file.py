@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import TasksFileError, nearest
 from fxpar.ir.dtype_names import dtype_of_short
-from fxpar.ir.written import brief, read
+from fxpar.ir.written import brief, is_task_name, read
 from fxpar.losses import LossFunction
 from fxpar.models.load import load
 from fxpar.models.loaders import is_function
@@ -27,7 +28,8 @@ from fxpar.tasks import TaskStep, captured
 
 _KEYS = {"model": str, "tasks": dict, "cluster": str, "devices": int, "precision": str}
 _TASK_KEYS = {"loss": str, "example": dict | str, "batches": int, "dynamic": dict}
-_TENSOR = re.compile(r"\s*(\w+)\s*\[([\d\s,]*)\]\s*")
+_TENSOR = re.compile(r"\s*(\w+)\s*\[((?:\s*\d{1,18}\s*,)*(?:\s*\d{1,18})?)\s*\]\s*")
+_MOST_ELEMENTS = 2**40  # of a tensor of an example: what a model makes of it has sizes that do not overflow
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,9 @@ def check_keys(path: str, data: object) -> None:
     if not data["tasks"]:
         raise TasksFileError(path, "tasks", "there is none", "Write a table [tasks.NAME] for each")
     for name, one in data["tasks"].items():
+        if not is_task_name(name):
+            why = f"{name!r} is no name of a task"
+            raise TasksFileError(path, "tasks", why, "Give a text without ':' and '/'")
         _check(path, f"tasks.{name}", one, _TASK_KEYS, ())
 
 
@@ -127,7 +132,7 @@ def _task(path: str, name: str, data: Mapping[str, Any], model: Model) -> tuple[
 
 
 def _tensor(path: str, where: str, text: object) -> Tensor:
-    """Zeros like `f32[8, 3, 16, 16]`."""
+    """One like `f32[8, 3, 16, 16]`, without memory: a capture reads no values."""
     match = _TENSOR.fullmatch(text) if isinstance(text, str) else None
     dtype = dtype_of_short(match[1]) if match else None
     if match is None or dtype is None:
@@ -136,7 +141,9 @@ def _tensor(path: str, where: str, text: object) -> Tensor:
     sizes = [int(size) for size in match[2].split(",") if size.strip()]
     if not sizes or min(sizes) < 1:
         raise TasksFileError(path, where, f"{text!r} has a size below 1, or none", "Write sizes of 1 or more")
-    return torch.zeros(sizes, dtype=dtype)
+    if math.prod(sizes) > _MOST_ELEMENTS:
+        raise TasksFileError(path, where, f"{text!r} has more than 2**40 elements", "Write smaller sizes")
+    return torch.empty(sizes, dtype=dtype, device="meta")
 
 
 def _dynamic(path: str, where: str, data: Mapping[str, object]) -> dict[str, dict[int, str]]:

@@ -52,6 +52,11 @@ def brief(value: object) -> str:
 _TOO_DEEP = f"its brackets are nested more than {_DEEPEST} deep, which nothing here is"
 
 
+def is_task_name(name: object) -> bool:
+    """Whether a task may be called so: FQNs of several tasks in one file are told apart by it."""
+    return isinstance(name, str) and bool(name) and name.isprintable() and not set(name) & set(":/")
+
+
 def _unusable(key: str, shown: str) -> str:
     return f"{key} = {shown} cannot be used: a number is finite and below 2**63"
 

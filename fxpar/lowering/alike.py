@@ -11,7 +11,7 @@ from fxpar.ir.exec_graph import ExecGraph
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.strategy import Strategy
-from fxpar.lowering.driver import split_phases
+from fxpar.lowering.driver import check_strategy, finished, split_phases
 from fxpar.lowering.ladder import climb, run_passes
 from fxpar.passes.chunk_loss import ChunkLoss
 
@@ -34,12 +34,13 @@ class LowerAlike:
         with collector_paused():
             graph = self._in_front(strategy, list(self.passes[:middle]))
             climb(graph, list(self.passes[middle:]), verified=False)
-        return split_phases(graph)
+        return finished(self.logical, split_phases(graph), self.passes)
 
     def _in_front(self, strategy: Strategy, passes: list[GraphPass]) -> AnnotatedGraph:
         """A graph of one's own."""
         key = replace(strategy, remat=None, offload=0.0, chunks=1)
         if key not in self._reached:
+            check_strategy(self.logical, strategy)
             self._reached[key] = run_passes(self.logical, key, passes, None, verified=False)[0]
         found = self._reached[key]
         return replace(

@@ -11,7 +11,7 @@ import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx
@@ -27,7 +27,7 @@ from fxpar.ir.exec_graph import ExecGraph, Outline, Part, PlainGraph, Program, c
 from fxpar.ir.graph import AnnotatedGraph, ForwardGraph, LogicalGraph
 from fxpar.ir.node_meta import fqn_of, is_on_host, phase_of
 from fxpar.ir.pass_base import GraphPass, ancestors, whole_forward
-from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
+from fxpar.ir.pipeline_graph import PipelineGraph, TeamsGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.teams import lowered_for
 from fxpar.lowering.ladder import (
@@ -51,6 +51,7 @@ from fxpar.passes.reuse_buffers import SAME_STORAGE
 from fxpar.passes.zero_shard import ZeroShard
 
 PHASES = ("prologue", "body", "epilogue")
+P = TypeVar("P", ExecGraph, PipelineGraph)
 
 
 def lower(
@@ -100,24 +101,34 @@ def lower(
             return lower(logical, team, passes=passes, on_pass=on_pass, verified=verified)
 
         return lower_teams(logical, strategy, lower_team)
+    check_strategy(logical, strategy)
+    if strategy.pipeline_size > 1:
+        return finished(logical, lower_pipeline(logical, strategy, ladder, on_pass, verified), ladder)
+    started = time.process_time()
+    graph, report = run_passes(logical, strategy, ladder, on_pass, verified=verified)
+    result = split_phases(graph)
+    result.timings["lower_cpu_s"] = _since(started, result)
+    result.passes = report
+    return finished(logical, result, ladder)
+
+
+def check_strategy(logical: LogicalGraph, strategy: Strategy) -> None:
+    """What is asked of a graph before its first pass, by all that lower: has it the modules, experts and bins that the
+    strategy (without teams) is about? Raises as `check_rules`, `check_experts`, `check_bins`, `check_compressed` do.
+    """
     check_rules(logical, strategy)
     check_experts(logical, strategy)
     check_bins(logical, strategy)
     check_compressed(logical, strategy)
-    if strategy.pipeline_size > 1:
-        pipeline = lower_pipeline(logical, strategy, ladder, on_pass, verified)
-        _check_moved(pipeline, strategy, ladder)
-        return _spread_evenly(logical, pipeline)
-    started = time.process_time()
-    graph, report = run_passes(logical, strategy, ladder, on_pass, verified=verified)
-    result = split_phases(graph)
-    _check_moved(result, strategy, ladder)
-    result.timings["lower_cpu_s"] = _since(started, result)
-    result.passes = report
-    return _spread_evenly(logical, result)
 
 
-def _spread_evenly(logical: LogicalGraph, program: TrainGraph) -> TrainGraph:
+def finished(logical: LogicalGraph, program: P, ladder: Sequence[GraphPass]) -> P:
+    """The program (not of teams) as `lower` gives it. Raises NothingToOffloadError."""
+    _check_moved(program, program.strategy, ladder)
+    return _spread_evenly(logical, program)
+
+
+def _spread_evenly(logical: LogicalGraph, program: P) -> P:
     """With tokens spread over the ranks of a ring where they may lie in any order, and all attention is in steps that
     are told the positions; else with a note of why not.
     """
@@ -155,10 +166,7 @@ def graphs_after(
             team = lowered_for(strategy, number)
             yield from graphs_after(logical, team, last, passes=ladder, on_pass=on_pass, verified=verified)
         return
-    check_rules(logical, strategy)
-    check_experts(logical, strategy)
-    check_bins(logical, strategy)
-    check_compressed(logical, strategy)
+    check_strategy(logical, strategy)
     if strategy.pipeline_size == 1:
         yield run_passes(logical, strategy, ladder, on_pass, last, verified)[0]
         return
@@ -215,10 +223,7 @@ def lower_forward(
     logical = _with_room_for_padding(logical)
     if strategy.pipeline_size > 1:
         raise NotYetError(f"a forward whose loss is outside, under '{strategy}'", "Name a strategy without pp for it.")
-    check_rules(logical, strategy)
-    check_experts(logical, strategy)
-    check_bins(logical, strategy)
-    check_compressed(logical, strategy)
+    check_strategy(logical, strategy)
     ladder = default_passes(for_store=not whole)
     if whole:
         ladder = [_WITHOUT_STORE.get(step.name, step) for step in ladder]
@@ -354,8 +359,10 @@ def _writes_into(node: fx.Node, early: set[fx.Node]) -> bool:
 __all__ = [
     "PHASES",
     "OnPass",
+    "check_strategy",
     "default_passes",
     "finish",
+    "finished",
     "graphs_after",
     "lower",
     "lower_forward",

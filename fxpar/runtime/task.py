@@ -14,6 +14,7 @@ from fxpar.errors import TaskBatchError, TaskError, a_type, nearest
 from fxpar.ir.graph import LogicalGraph, Packing
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
+from fxpar.ir.written import is_task_name
 from fxpar.losses import LossFunction
 from fxpar.precision import Precision
 from fxpar.tracer.dynamic import Dynamic
@@ -90,7 +91,7 @@ def check_tasks(tasks: object) -> None:
     if not isinstance(tasks, Mapping) or not tasks:
         raise TaskError("", f"has a name and is fxpar.Task(loss, example), in a dict; tasks={tasks!r}")
     for name, task in tasks.items():
-        if not isinstance(name, str) or not name or not name.isprintable() or set(name) & set(":/"):
+        if not is_task_name(name):
             raise TaskError(str(name), "is no name: give a text without ':' and '/'")
         if not isinstance(task, Task):
             raise TaskError(name, f"is {task!r}; give fxpar.Task(loss, example)")

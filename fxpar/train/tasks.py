@@ -9,6 +9,7 @@ from typing import Any
 from fxpar.batching import length_groups
 from fxpar.errors import FxparError
 from fxpar.ir.teams import formations
+from fxpar.ir.written import is_task_name
 from fxpar.train.schema import from_table, shown
 from fxpar.train.strategies import AUTO, STATIC, read_strategies
 
@@ -58,7 +59,7 @@ def read_tasks(sections: Any, problems: list[str]) -> dict[str, TaskConfig]:
         where = f"task.{name}"
         if not isinstance(table, dict):
             problems.append(f"{where} = {shown(table)} must be a section: [{where}]")
-        elif not name or not name.isprintable() or set(name) & set(":/"):
+        elif not is_task_name(name):
             problems.append(f"[{where}] is no name of a task: give a text without ':' and '/'")
         else:
             task = from_table(TaskConfig, table, where, problems)

@@ -125,6 +125,19 @@ def test_what_an_imported_plan_is_for_is_said(tmp_path):
     assert "--seq-len" in err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--world", "4"), "'world_size' = 2: asked for is a plan on 4 devices"),
+        (("--world", "2", "--devices", "4"), "--devices"),
+    ],
+)
+def test_an_imported_plan_is_for_the_world_of_its_file(tmp_path, words, message):
+    status, _, err = imported(tmp_path, *words, "--seq-len", "64", "-o", tmp_path / "plan.toml")
+    assert status != 0
+    assert message in err
+
+
 @pytest.mark.nightly
 def test_an_imported_plan_trains(tmp_path):
     """Two ranks, some steps."""

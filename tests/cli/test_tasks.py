@@ -155,7 +155,13 @@ def test_a_plan_of_a_model(of_model, capsys):
         ("model =", "modle =", "'tasks.toml', modle: this key is unknown; did you mean 'model'"),
         ('loss = "towers.py:loss"', "", r"tasks.both: it has no loss, nor has the model. Write loss ="),
         ("f32[4, 8]", "f33[4, 8]", r"tasks.both.example.x: 'f33\[4, 8\]' is no tensor"),
+        ("f32[4, 8]", "f32[4 4, 8]", r"tasks.both.example.x: 'f32\[4 4, 8\]' is no tensor"),
+        ("f32[4, 8]", f"f32[{'9' * 5000}]", "is no tensor"),
         ("f32[4, 8]", "f32[0, 8]", "has a size below 1"),
+        ("f32[4, 8]", f"f32[{2**40}, 8]", r"has more than 2\*\*40 elements"),
+        ("[tasks.both]", '[tasks.""]', "'' is no name of a task"),
+        ("[tasks.both]", '[tasks."a:b/c"]', "'a:b/c' is no name of a task"),
+        ("[tasks.both]", '[tasks."\\u001b"]', r"'\\x1b' is no name of a task"),
         ("batches = 2", "batches = 0", "tasks.both.batches: 0 is no number of batches"),
         ("batches = 2", 'batches = "2"', "tasks.both.batches: '2' is not a number"),
         ('{0 = "B"}', "{0 = 1}", "tasks.both.dynamic.x: .* are no dims with names"),
@@ -168,6 +174,13 @@ def test_mistakes_in_a_file_of_a_model(of_model, old, new, message):
     Path(of_model).write_text(TASKS.replace(old, new))
     with pytest.raises(TasksFileError, match=message):
         read_model_tasks(of_model, None, 8)
+
+
+def test_an_example_takes_no_memory(of_model):
+    """8 TB of zeros would."""
+    Path(of_model).write_text(TASKS.replace("f32[4, 8]", f"f32[{2**37}, 8]"))
+    (step,) = read_model_tasks(of_model, None, 8).steps().values()
+    assert step.logical.dims[0].symbol is not None
 
 
 def test_a_file_may_name_functions_and_models_that_bring_all(of_model):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 
+from fxpar.errors import NoExpertsError, NothingToCompressError, NothingToOffloadError
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import LowerAlike, default_passes, lower
 from fxpar.models import load
@@ -34,7 +36,7 @@ def alike() -> LowerAlike:
     return LowerAlike(rows(), default_passes(for_store=True))
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", [*TEXTS, "ring4"])
 def test_equals_lower(text):
     strategy = Strategy.parse(text)
     assert alike()(strategy).fingerprint() == lower(rows(), strategy, for_store=True).fingerprint()
@@ -59,3 +61,17 @@ def test_the_first_passes_run_once_for_what_differs_in_recomputation_and_chunks(
         mine(Strategy.parse(text))
     assert first.fingerprint() == before
     assert runs == ["dp2.tp2+sp", "dp4+zero3", "dp4"]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("ep4", NoExpertsError),
+        ("cp4+capacity(1.5)", NothingToCompressError),
+        ("cp4+lsh(0.5)", NothingToCompressError),
+        ("dp4[head: +offload]", NothingToOffloadError),
+    ],
+)
+def test_what_lower_refuses_is_refused(text, error):
+    with pytest.raises(error, match=re.escape(text)):
+        alike()(Strategy.parse(text))
