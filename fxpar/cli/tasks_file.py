@@ -150,7 +150,7 @@ def _dynamic(path: str, where: str, data: Mapping[str, object]) -> dict[str, dic
     """{"pixels": {"0": "B"}} with numbers for dims."""
     found: dict[str, dict[int, str]] = {}
     for key, dims in data.items():
-        if not isinstance(dims, dict) or not all(d.isdigit() and isinstance(one, str) for d, one in dims.items()):
+        if not isinstance(dims, dict) or not all(d.isdecimal() and isinstance(one, str) for d, one in dims.items()):
             why = f"{brief(dims)[:60]} are no dims with names"
             raise TasksFileError(path, f"{where}.{key}", why, 'Write {0 = "B"} for the first one')
         found[key] = {int(dim): name for dim, name in dims.items()}
