@@ -235,4 +235,4 @@ def test_a_run_of_tasks_is_not_compared(tmp_path):
     file.write_text(f'[model]\nname = "a.py:make"\n[task.one]\n{task}')
     status, _, err = fxpar("train", str(file), "--compare", "static")
     assert status == 1
-    assert "--compare: is of one loss, and this configuration has tasks" in err
+    assert "--compare: it is of one loss, and this configuration has tasks" in err
