@@ -263,7 +263,7 @@ class BoundPipeline:
             run = group.micro_batches[number]
             batch = local_batch(stage.program, self._batch(number, group), self.rank, self._device)
             came = group.received.pop(Transfer("activation", action.stage - 1, number), {})
-            made = stage.forward(number, batch, came, run.scale, run.seed, run.idle, keep=group.keep)
+            made = stage.forward(number, batch, came, run, keep=group.keep)
             group.left[number] -= 1
             if not group.left[number]:
                 group.batches[number] = {}
@@ -314,7 +314,7 @@ class BoundPipeline:
             run = group.micro_batches[number]
             batch = local_batch(stage.program, self._batch(number, group), self.rank, self._device)
             coming = {each.fqn: each.value for each in group.arriving[transfer]}
-            stage.begin(number, batch, coming, run.scale, run.seed, run.idle)
+            stage.begin(number, batch, coming, run)
 
     def _wait(self, transfer: Transfer, group: _Group) -> None:
         found = {}

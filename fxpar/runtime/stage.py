@@ -10,6 +10,7 @@ from torch import Tensor
 from fxpar.ir.exec_graph import Part
 from fxpar.ir.pipeline_graph import StageProgram
 from fxpar.runtime.arrivals import Arrivals
+from fxpar.runtime.micro import MicroRun
 from fxpar.runtime.runner import Backend, TrainRunner, own_memory
 
 Half = Literal["backward", "input_part", "weight_part"]
@@ -48,40 +49,31 @@ class BoundStage(TrainRunner[StageProgram]):
         super().prepare(params, buffers, arrivals)
 
     def begin(
-        self,
-        micro_batch: int,
-        batch: Mapping[str, Tensor],
-        received: Mapping[str, Tensor],
-        scale: float,
-        seed: int,
-        idle: bool,
-    ) -> None:
+        self, micro_batch: int, batch: Mapping[str, Tensor], received: Mapping[str, Tensor], run: MicroRun
+    ) -> list[Any]:
         """Run what of a forward needs no values of what is `received`, its sizes at most, if there is such work and it
-        has not run yet.
+        has not run yet. The inputs of the forward.
         """
-        self.expert_rows.idle = idle
+        self.expert_rows.idle = run.idle
+        scale = 0.0 if run.idle else run.scale
+        inputs = self.fill({"batch": batch, "received": received, "scale": scale, "seed": run.seed})
         if self.program.early is not None and micro_batch not in self._begun:
-            given = {"batch": batch, "received": received, "scale": 0.0 if idle else scale, "seed": seed}
-            inputs = self.fill(given)
             self._begun[micro_batch] = self.call("early", self.gather("early", {"input": inputs}))
+        return inputs
 
     def forward(
         self,
         micro_batch: int,
         batch: Mapping[str, Tensor],
         received: Mapping[str, Tensor],
-        scale: float,
-        seed: int,
-        idle: bool,
+        run: MicroRun,
         *,
         keep: bool = True,
     ) -> dict[str, Tensor]:
         """Run the forward of a micro-batch on this rank's pieces; what it sends, by name. `keep` what the backward
         needs.
         """
-        given = {"batch": batch, "received": received, "scale": 0.0 if idle else scale, "seed": seed}
-        tables = {"input": self.fill(given)}
-        self.begin(micro_batch, batch, received, scale, seed, idle)
+        tables = {"input": self.begin(micro_batch, batch, received, run)}
         if self.program.early is None:
             operands, rest = self.gather("forward", tables), "forward"
         else:
@@ -91,7 +83,7 @@ class BoundStage(TrainRunner[StageProgram]):
         for i in self._ends:
             before = None if i in self.buffers else ends[i]
             ends[i] = results[i] if before is None else before + results[i]
-        self.carry(ends, idle)
+        self.carry(ends, run.idle)
         if keep:
             self._kept[micro_batch] = {source: self.read("backward", source, tables[source]) for source in tables}
         return dict(zip(self.sent, results, strict=False))

@@ -75,7 +75,7 @@ def forward(stages: list[BoundStage], micro_batch: int) -> list[dict[str, Tensor
     found = []
     for stage in stages:
         batch = local_batch(stage.program, llama(layers=4).batches[micro_batch], 0)
-        sent = stage.forward(micro_batch, batch, sent, 1.0, 0, False)
+        sent = stage.forward(micro_batch, batch, sent, MicroRun(dict, 1.0))
         found.append(sent)
     return found
 
@@ -109,7 +109,7 @@ def test_only_what_the_backward_reads_is_kept():
     """What the first stage sends is of no use for its own backward: it goes as soon as it is sent."""
     stages = bound_stages("pp2")
     batch = llama(layers=4).batches[0]
-    sent = stages[0].forward(0, local_batch(stages[0].program, batch, 0), {}, 1.0, 0, False)
+    sent = stages[0].forward(0, local_batch(stages[0].program, batch, 0), {}, MicroRun(dict, 1.0))
     (value,) = map(weakref.ref, sent.values())
     sent.clear()
     gc.collect()

@@ -10,6 +10,7 @@ import fxpar.checking.driver as checking
 from fxpar.ir.strategy_text import SCHEDULES
 from fxpar.lowering import lower
 from fxpar.runtime.channels import PendingMessage, ThreadChannels, ThreadWorld
+from fxpar.runtime.micro import MicroRun
 from fxpar.runtime.stage import BoundStage
 from tests.captured import llama, squared, take, vectors
 from tests.repeat import crossed
@@ -81,9 +82,9 @@ def test_gradients_are_not_added_into_what_is_sent(halves):
     first, second = (BoundStage(stage, stage.mesh.offset, {}) for stage in program.stages)
     for stage in (first, second):
         stage.prepare(model.params, model.buffers)
-    sent = {}
+    sent, run = {}, MicroRun(dict, 1.0)
     for i, batch in enumerate(model.batches):
-        second.forward(i, batch, first.forward(i, batch, {}, 1.0, 0, False), 1.0, 0, False)
+        second.forward(i, batch, first.forward(i, batch, {}, run), run)
         for part in ("input_part", "weight_part") if halves else ("backward",):
             for fqn, value in second.backward(i, {}, part).items():
                 sent[i, fqn] = value, value.clone()
