@@ -55,6 +55,10 @@ class _Paced(BoundGraph):
         self._seconds, self._due = seconds, 0.0
         super().__init__(program, rank, groups)
 
+    def prepare(self, *given: Any) -> None:
+        self._arrived()  # a step starts now
+        super().prepare(*given)
+
     def finish_graph(self, graph: fx.Graph, part: Part) -> None:
         super().finish_graph(graph, part)
         name = next(name for name, one in self.program.parts.items() if one is part)
