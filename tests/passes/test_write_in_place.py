@@ -20,6 +20,7 @@ from fxpar.ops.traits import IN_PLACE
 from fxpar.passes.global_to_local import GlobalToLocal
 from fxpar.passes.lower_collectives import LowerCollectives
 from fxpar.passes.write_in_place import WriteInPlace, functional
+from fxpar.runtime.micro import MicroRun
 from fxpar.runtime.stage import BoundStage
 from tests.captured import gpt, llama
 from tests.passes.sketch import Sketch, names
@@ -265,8 +266,8 @@ def test_no_bit_of_a_stage_changes(halves: bool):
             stage.prepare(captured.params, captured.buffers)
         numbers = range(len(captured.batches))
         for i in numbers:
-            sent = first.forward(i, captured.batches[i], {}, 1.0, 0, False)
-            second.forward(i, captured.batches[i], sent, 1.0, 0, False)
+            sent = first.forward(i, captured.batches[i], {}, MicroRun(dict, 1.0))
+            second.forward(i, captured.batches[i], sent, MicroRun(dict, 1.0))
         if halves:
             grads = [second.backward(i, {}, "input_part") for i in numbers]
             for i in numbers:
