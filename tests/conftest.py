@@ -17,13 +17,13 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 from hypothesis import settings
 
 from tests.longest import LONGEST
-from tests.nightly import AT_NIGHT
+from tests.nightly import AT_NIGHT, MEASURED
 from tests.repeat import EVERY_RUN, NIGHTLY
 
 # Captures and lowerings make millions of objects that stay: looking through them again and again takes time.
@@ -39,7 +39,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "fxpar")
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not name
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what is nightly. Put the longest files first. Skip the tests marked `gpu` where torch sees no CUDA GPU."""
-    _mark_nightly(items, whole_files=not any("::" in arg for arg in config.args))
+    measured = () if config.pluginmanager.has_plugin("tests.blocks") else MEASURED.read_text().split("\n")
+    _mark_nightly(items, measured, whole_files=not any("::" in arg for arg in config.args))
     places = {f"tests/{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
@@ -52,16 +53,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; torch sees none"))
 
 
-def _mark_nightly(items: list[pytest.Item], whole_files: bool) -> None:
-    """By `tests/nightly.py`; where files were collected whole, a name there that is no test or case is an error."""
-    ids = [item.nodeid.removeprefix("tests/").partition("::") for item in items]
-    left = {(file, name) for file in {file for file, _, _ in ids} for name in AT_NIGHT.get(file, ())}
-    for item, (file, _, case) in zip(items, ids, strict=True):
-        for name in {case, case.partition("[")[0]}.intersection(AT_NIGHT.get(file, ())):
+def _mark_nightly(items: list[pytest.Item], measured: Iterable[str], whole_files: bool) -> None:
+    """By `tests/nightly.py` and tests/nightly.txt; where files were collected whole, a name of no test is an error."""
+    nightly = {f"{file}::{name}" for file, names in AT_NIGHT.items() for name in names}.union(filter(None, measured))
+    ids = [item.nodeid.removeprefix("tests/") for item in items]
+    files = {name.partition("::")[0] for name in ids}
+    left = {name for name in nightly if name.partition("::")[0] in files}
+    for item, case in zip(items, ids, strict=True):
+        for name in nightly.intersection({case, case.partition("[")[0]}):
             item.add_marker(pytest.mark.nightly)
-            left.discard((file, name))
+            left.discard(name)
     if left and whole_files:
-        raise pytest.UsageError(f"tests/nightly.py names what is no test: {sorted(left)}")
+        raise pytest.UsageError(f"tests/nightly.py or tests/nightly.txt names what is no test: {sorted(left)}")
 
 
 @pytest.hookimpl(trylast=True)

@@ -2,11 +2,14 @@
 
 By file: tests, or single cases of one, that take a good part of a second or more and look at what a case that runs by
 day looks at too: another case of the same test, or what is named behind them (D85). `tests/conftest.py` marks them,
-and refuses names of no test.
+and refuses names of no test. More stand in tests/nightly.txt, which `python -m tests.choose` writes (D110).
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
+MEASURED = Path(__file__).with_suffix(".txt")
 AT_NIGHT: dict[str, tuple[str, ...]] = {
     "annotate/test_alternatives.py": (
         "test_no_alternative_beats_the_optimum[llama-cp2-cp]",

@@ -1,0 +1,120 @@
+"""Choose which tests run by day, and write the names of the others to tests/nightly.txt.
+
+    python -m tests.choose [--keep FOLDER] [--measured FOLDER]
+
+It runs what `make test` would if tests/nightly.txt were empty: half an hour on two idle cores. Then the dearest tests
+become nightly one by one, as long as each block of the library (tests/blocks.py) that one runs is still
+run by day by two tests, and by one of the same room. The last case of a test stays by day where it is cheap, or where
+what it looks at is no block (`LOOK_ELSEWHERE`). Both sums of CPU seconds and both numbers of blocks are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.blocks import RESULTS, ROOT, first_blocks
+from tests.nightly import MEASURED
+
+OF_ANY_ROOM, OF_ITS_ROOM = 2, 1  # tests by day that still run a block
+CHEAP_CASE, CHEAP_TEST = 0.15, 0.7  # CPU seconds: nothing is won below
+# They look at sources, at what is imported, or at processes.
+LOOK_ELSEWHERE = (
+    "cli/test_early.py",
+    "cli/test_main.py",
+    "ir/test_node_meta.py",
+    "ir/test_strategy.py",
+    "test_layers.py",
+)
+OTHER_TARGETS = "not (benchmarks or browser or packaging or docs or titan)"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a test took, children included, and the blocks that it ran."""
+
+    cpu_s: float
+    blocks: frozenset[int]
+
+
+def measure(folder: Path) -> None:
+    """Run the tests by day, with what they run and take written to `folder`."""
+    firsts, _ = first_blocks()
+    (folder / "first_blocks.json").write_text(json.dumps(firsts))
+    (folder / "sitecustomize.py").write_text("import tests.blocks\n\ntests.blocks.install()\n")
+    path = os.pathsep.join(filter(None, (str(folder), str(ROOT), os.environ.get("PYTHONPATH"))))
+    ignored = [f"--ignore=tests/{one}" for one in ("docs", "recipes", "titan")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.blocks", "-n", "2", "--dist", "loadfile"]
+    command += ["-m", f"not nightly and {OTHER_TARGETS}", *ignored]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path, RESULTS: str(folder)}, check=False)
+
+
+def read(folder: Path) -> dict[str, Measured]:
+    """By test."""
+    rows = (json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines())
+    return {row["test"].removeprefix("tests/"): Measured(row["cpu_s"], frozenset(row["blocks"])) for row in rows}
+
+
+def chosen(tests: Mapping[str, Measured]) -> list[str]:
+    """Those that may be nightly, the dearest first."""
+    anywhere, rooms, cases = Counter(), defaultdict(Counter), Counter(map(_test, tests))
+    for name, one in tests.items():
+        anywhere.update(one.blocks)
+        rooms[_room(name)].update(one.blocks)
+    found = []
+    for name in sorted((n for n in tests if tests[n].cpu_s >= CHEAP_CASE), key=lambda n: -tests[n].cpu_s):
+        blocks, room = tests[name].blocks, rooms[_room(name)]
+        last = cases[_test(name)] == 1
+        if last and (tests[name].cpu_s < CHEAP_TEST or name.startswith(LOOK_ELSEWHERE)):
+            continue
+        if all(anywhere[b] > OF_ANY_ROOM and room[b] > OF_ITS_ROOM for b in blocks):
+            found.append(name)
+            cases[_test(name)] -= 1
+            anywhere.subtract(blocks)
+            room.subtract(blocks)
+    return found
+
+
+def _test(name: str) -> str:
+    return name.partition("[")[0]
+
+
+def _room(name: str) -> str:
+    return name.partition("/")[0]
+
+
+def as_lines(nightly: Iterable[str], tests: Iterable[str]) -> list[str]:
+    """A name for each test of which no case is left by day, else one for each case."""
+    nightly = set(nightly)
+    by_day = {_test(name) for name in tests if name not in nightly}
+    return sorted({name if _test(name) in by_day else _test(name) for name in nightly})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", type=Path, help="where to leave what was measured; a new folder")
+    parser.add_argument("--measured", type=Path, help="do not measure: take what --keep left")
+    args = parser.parse_args()
+    folder = args.measured or args.keep or Path(tempfile.mkdtemp())
+    if not args.measured:
+        folder.mkdir(exist_ok=True)
+        measure(folder)
+    tests = read(folder)
+    nightly = chosen(tests)
+    MEASURED.write_text("\n".join(as_lines(nightly, tests)) + "\n")
+    kept = {name: one for name, one in tests.items() if name not in set(nightly)}
+    for words, some in (("all", tests), ("by day", kept)):
+        blocks = len(frozenset().union(*(one.blocks for one in some.values())))
+        print(f"{words}: {len(some)} tests, {sum(one.cpu_s for one in some.values()):.0f} CPU s, {blocks} blocks")
+
+
+if __name__ == "__main__":
+    main()
