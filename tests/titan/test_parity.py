@@ -105,6 +105,6 @@ def test_the_initial_weights_are_those_of_one_rank(family, tmp_path):
         return made
 
     one = train(1, make(None), tmp_path / "one", weights=True)
-    two = train(2, make({512: "tp2+sp"}), tmp_path / "two", weights=True)
+    two = train(2, make(SWITCHING), tmp_path / "two", weights=True)
     assert one.weights.keys() == two.weights.keys()
     assert all((one.weights[name] == two.weights[name]).all() for name in one.weights)
