@@ -40,8 +40,7 @@ install:
 	@test -x $(PY) || test -n "$(PYTHON)" || { echo "fxpar needs Python 3.11 or newer; install it or say make PYTHON=/path/to/python"; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --no-compile -e ".[dev]"
-	@# pip would compile on one core. Files that are no Python of this version are not compiled, as with pip.
-	@$(PY) -m compileall -qq -j 0 $(VENV)/lib || true
+	@# Whoever imports a file first writes its bytecode: all files would take three times as long as those that are used.
 	@cp pyproject.toml $(STAMP)
 
 demo: setup
