@@ -359,10 +359,6 @@ AT_NIGHT: dict[str, tuple[str, ...]] = {
         "test_published_sums[C3-12.5/50-657-times8]",
         "test_targets_with_relays[C3-350]",
     ),
-    "recipes/test_graph_trainer_runs.py": (
-        # recipes/test_graph_trainer.py has the pipeline, recipes/test_passes_out.py a step as it is traced there
-        "test_losses_are_those_of_the_default_pipeline",
-    ),
     "titan/test_checkpoints.py": (
         "test_the_data_of_another_number_of_ranks",  # recipes/test_loader.py
         "test_a_checkpoint_with_code_in_it",  # checkpoint/test_metadata.py
@@ -370,7 +366,6 @@ AT_NIGHT: dict[str, tuple[str, ...]] = {
     "titan/test_parity.py": (
         # llama3 by day; test_checkpoints.py and recipes/ have qwen3
         "test_steps_of_three_strategies_from_one_seed_checkpoint[qwen3]",
-        "test_bf16",  # precision/test_sharded.py; the command of test_runs.py is in bf16
     ),
     "titan/test_runs.py": (
         "test_strategies_from_the_command_line",  # recipes/test_recipes.py

@@ -48,6 +48,7 @@ WAYS = (
         "parsed",
         "files of Galvatron's; tests/cli/test_plan_galvatron.py has some",
     ),
+    Way(r"^check llama ", "parsed", "tests/checking checks such strategies; the check of README.md is run"),
     Way(r"--compile inductor", "parsed", "compiles for a minute; tests/runtime/test_bound.py runs it"),
     Way(r"hf:\w+@\w+(?=.*\bpp4\b)", "once", "a published size takes 20 CPU s", "llama --set layers=4"),
     Way(r"hf:\w+@\w+", "once", "a published size takes 20 CPU s", "llama"),

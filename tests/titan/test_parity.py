@@ -80,6 +80,7 @@ def test_steps_of_one_strategy_from_one_seed_checkpoint(family, strategy, seed_c
     assert_like_stock(train(2, from_seed(family, {512: strategy}, seed_checkpoint), tmp_path), stock, family)
 
 
+@pytest.mark.nightly  # by day: tests/precision/test_sharded.py, and test_the_command_of_the_docs, which is in bf16
 @ONE_FAMILY
 def test_bf16(family, seed_checkpoint, tmp_path):
     made = {
