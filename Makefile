@@ -9,10 +9,14 @@ RUN := OMP_NUM_THREADS=1 $(PY)
 # The many processes of a test run read the bytecode that the first one wrote.
 export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= 2
+# Of the targets that CI runs beside `make test`; 0: none, the tests run in the process that collected them.
+WORKERS_BESIDE ?= $(WORKERS)
 # A file's tests share captured models and worlds: one worker runs them all, the longest files first (tests/conftest.py).
-PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+BY_FILE = --dist loadfile --no-loadscope-reorder
+PYTEST = $(RUN) -m pytest -n $(WORKERS) $(BY_FILE)
+PYTEST_BESIDE = $(RUN) -m pytest -n $(WORKERS_BESIDE) $(BY_FILE)
 # Where tests share nothing, whoever is idle takes one.
-PYTEST_ALONE = $(RUN) -m pytest -n $(WORKERS) --dist worksteal
+PYTEST_ALONE = $(RUN) -m pytest -n $(WORKERS_BESIDE) --dist worksteal
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 GPU_ARGS ?=
@@ -36,8 +40,7 @@ install:
 	@test -x $(PY) || test -n "$(PYTHON)" || { echo "fxpar needs Python 3.11 or newer; install it or say make PYTHON=/path/to/python"; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --no-compile -e ".[dev]"
-	@# pip would compile on one core. Files that are no Python of this version are not compiled, as with pip.
-	@$(PY) -m compileall -qq -j 0 $(VENV)/lib || true
+	@# Whoever imports a file first writes its bytecode: all files would take three times as long as those that are used.
 	@cp pyproject.toml $(STAMP)
 
 demo: setup
@@ -53,21 +56,22 @@ test: setup
 test-benchmarks: setup
 	$(PYTEST_ALONE) -m "benchmarks and not (titan or nightly)" tests/benchmarks $(PYTEST_ARGS)
 
-# The pages of `fxpar viz`, and the search of the documentation, in a headless Chromium; skipped without one.
+# The pages of `fxpar viz` in a headless Chromium; skipped without one.
 test-browser: setup
-	$(PYTEST) -m "browser and not nightly" tests/viz tests/docs/test_site.py $(PYTEST_ARGS)
+	$(PYTEST_BESIDE) -m "browser and not nightly" tests/viz $(PYTEST_ARGS)
 
 # Every way to build, install and import the package.
 test-packaging: setup
 	$(RUN) -m pytest -m packaging tests/test_packaging.py $(PYTEST_ARGS)
 
-# Every code block of README.md and docs/, the example package, and the examples.
+# Every code block of README.md and docs/, the site, the example package, and the examples. The search of the site needs a
+# headless Chromium, and is skipped without one.
 test-docs: setup
-	$(PYTEST_ALONE) -m "not (nightly or browser)" tests/docs tests/test_docs.py tests/test_examples.py $(PYTEST_ARGS)
+	$(PYTEST_ALONE) -m "not nightly" tests/docs tests/test_docs.py tests/test_examples.py $(PYTEST_ARGS)
 
 # The recipes, and torchtitan in processes of its own, stock and with fxpar: several minutes.
 test-titan: setup
-	$(PYTEST) -m "not nightly and (titan or not benchmarks)" tests/titan tests/recipes tests/benchmarks $(PYTEST_ARGS)
+	$(PYTEST_BESIDE) -m "not nightly and (titan or not benchmarks)" tests/titan tests/recipes tests/benchmarks $(PYTEST_ARGS)
 
 # Many times as many examples of each property, and the cases that are too many for every run: an hour.
 test-nightly: setup

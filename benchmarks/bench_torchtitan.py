@@ -101,7 +101,9 @@ def config_of(mode: Mode, arguments: argparse.Namespace) -> Any:
     settings = {"merge": "every" not in mode.name, "log_groups": False, "token_budget": budget}
     if mode.strategies is None:
         settings = {}
-    config = to_fxpar(debug_recipe("llama3"), strategies=mode.strategies, **settings)
+    recipe = debug_recipe("llama3")
+    recipe.model_spec.model.layers = recipe.model_spec.model.layers[: arguments.layers]
+    config = to_fxpar(recipe, strategies=mode.strategies, **settings)
     training = config.training
     training.seq_len, training.global_batch_size = arguments.seq_len, arguments.rows
     training.local_batch_size = arguments.rows // mode.draws
@@ -218,9 +220,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--rows", type=int, default=4, help="rows of a mini-batch, over both ranks")
     parser.add_argument("--only", nargs="*", default=[], help="modes by name")
-    parser.add_argument("--tiny", action="store_true", help="three modes, short rows, one round, to see that it runs")
+    parser.add_argument("--tiny", action="store_true", help="two layers, short rows, one round, to see that it runs")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
+    arguments.layers = 2 if arguments.tiny else None  # all
     if arguments.tiny:
         arguments.rounds, arguments.seq_len, arguments.rows = 1, 128, 2
         arguments.only = ["fsdp2", "fsdp2 + fxpar::attention", "fxpar hot"]

@@ -203,7 +203,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", help="types of transformers; all causal ones by default")
     parser.add_argument("--folder", type=Path, default=Path("runs/sweep"), help="where results are kept")
-    parser.add_argument("--page", type=Path, help="write the table to this file")
+    parser.add_argument("--page", type=Path, help="write the table of all types to this file")
     parser.add_argument("--again", action="store_true", help="forget what is known")
     parser.add_argument("--limit-s", type=float, default=600.0, help="seconds for one type")
     parser.add_argument("--jobs", type=int, default=2)
@@ -225,7 +225,7 @@ def main(words: list[str] | None = None) -> int:
             print(f"{i + 1}/{len(todo)} {name}: {found['status']} {found.get('why', '')[:120]}", flush=True)
     results = {name: json.loads(file.read_text()) for name, file in files.items()}
     page = table(results)
-    if args.page:
+    if args.page and not args.types:  # a page of some types would forget the others
         args.page.write_text(page)
     wrong = [name for name, found in results.items() if found["status"] == "wrong"]
     print(page.splitlines()[5])

@@ -161,7 +161,12 @@ class Page:
 
 
 def once(*words: str) -> tuple[int, str, str]:
-    """`fxpar WORDS`; what names no file of the page does the same on every page, and runs once."""
+    """`fxpar WORDS`; what names no file of the page does the same on every page, and runs once. A plan that goes to a
+    file is printed as one that does not.
+    """
+    if words[0] == "plan" and words[-2:-1] == ("-o",):
+        RAN[words[:-2]] = fxpar(*words)
+        return RAN[words[:-2]]
     if any(re.search(r"\.(?:py|toml|json|fxpar|html)\b|/", word) for word in words):
         return fxpar(*words)
     if words not in RAN:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -46,11 +47,14 @@ def test_tasks(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_tour():
-    result = run("examples/tour.py")
-    assert result.returncode == 0, result.stderr
-    assert "\x1b" not in result.stdout
-    layer = re.search(r"dp2\.tp2\+sp +4 all_gather on tp.*\n +4 reduce_scatter on tp", result.stdout)
-    assert layer, result.stdout  # Megatron's sequence parallelism
-    assert "MISS" not in result.stdout
-    assert result.stdout.count(" ok ") == 3
+def test_tour(capsys, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "examples" / "tour.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert end.value.code == 0, printed
+    assert "\x1b" not in printed
+    layer = re.search(r"dp2\.tp2\+sp +4 all_gather on tp.*\n +4 reduce_scatter on tp", printed)
+    assert layer, printed  # Megatron's sequence parallelism
+    assert "MISS" not in printed
+    assert printed.count(" ok ") == 3

@@ -241,14 +241,27 @@ def compile_task(
     if given is None:
         raise TaskError("", "has no strategies: give some to the task, or to all")
     check_strategies(given)
-    given = given if task.ranks is None else on_ranks(given, task.ranks)
     with collector_paused():
         logical = capture_step(module, task.loss, task.example, task.dynamic, tell_unused=False)
-        read, unpacked = without_unread(logical), "its batches are whole"
-        if is_row_of_tokens(logical):
-            read, unpacked = packed_if_proved(read, force=bool(packed))
-        programs = _programs(read, given, task.token_budget, as_precision(precision), passes, cluster)
-        return CompiledModel(logical, programs, {}, as_precision(precision), read.packing, unpacked)
+        return lower_task(logical, replace(task, strategies=given), precision, packed, passes, cluster)
+
+
+def lower_task(
+    logical: LogicalGraph,
+    task: Task,
+    precision: Precision | str | None = None,
+    packed: bool | None = None,
+    passes: Ladder | None = None,
+    cluster: ClusterSpec | None = None,
+) -> CompiledModel:
+    """The captured step of a task, lowered for the strategies that the task has. Raises what `lower` raises."""
+    given = task.strategies or {}
+    given = given if task.ranks is None else on_ranks(given, task.ranks)
+    read, unpacked = without_unread(logical), "its batches are whole"
+    if is_row_of_tokens(logical):
+        read, unpacked = packed_if_proved(read, force=bool(packed))
+    programs = _programs(read, given, task.token_budget, as_precision(precision), passes, cluster)
+    return CompiledModel(logical, programs, {}, as_precision(precision), read.packing, unpacked)
 
 
 def on_ranks(strategies: Mapping[int, Strategy | str], ranks: Sequence[int]) -> dict[int, Strategy]:

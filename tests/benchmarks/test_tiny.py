@@ -21,7 +21,13 @@ pytestmark = pytest.mark.benchmarks
 torch.set_num_threads(1)  # a forked child cannot use its parent's threads
 
 ROOT = Path(__file__).parents[2]
-MARKS = {"bench_torchtitan": pytest.mark.titan, "bench_experts": pytest.mark.titan}
+TITAN = {"bench_torchtitan", "bench_experts"}
+# Long even in a tiny form, with the tests that run by day what they do. All are imported by day.
+NIGHTLY = {
+    "bench_commands": "tests/test_docs.py",
+    "bench_plan": "tests/train/test_auto.py",
+    "bench_precision": "tests/runtime/test_precision.py",
+}
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("bench_*.py"))
 
 
@@ -40,7 +46,17 @@ def run(main: Callable[[list[str]], object], *words: str) -> None:
     assert (ended, code) == (True, 0)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in NAMES])
+def test_all_scripts_are_imported(script):
+    """Also those whose tiny form is nightly; the others import torchtitan, and run in `make test-titan`."""
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        assert path.stem in TITAN or script(path.stem).__doc__, path.stem
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.titan] * (name in TITAN) + [pytest.mark.nightly] * (name in NIGHTLY)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in NAMES])
 def test_runs(script, capfd, tmp_path, name):
     run(script(name).main, "--tiny", "--json", str(tmp_path / "found.json"))
     assert capfd.readouterr().out.strip()
@@ -73,7 +89,8 @@ def test_the_borders_of_steps_on_two_nodes(script, capsys, paced):
     assert 0 < found["exposed"] < found["overlapped"]
 
 
-@pytest.mark.parametrize("lengths", ["github", pytest.param("rounds", marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # paced groups by day: test_the_borders_of_steps_on_two_nodes
+@pytest.mark.parametrize("lengths", ["github", "rounds"])
 def test_a_plan_against_one_strategy_on_two_nodes(script, capsys, lengths):
     module = script("plan_nodes")
     plans = module.choose(lengths, 1e3, tiny=True, samples=2)
@@ -85,7 +102,8 @@ def test_a_plan_against_one_strategy_on_two_nodes(script, capsys, lengths):
     assert all(one["measured_s"] > 0.9 * one["predicted_s"] for one in found.values())
 
 
-@pytest.mark.parametrize("paced", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.nightly  # by day: test_runs[bench_lsh]
+@pytest.mark.parametrize("paced", [False, True])
 def test_compressed_experts_on_two_nodes(script, capsys, monkeypatch, paced):
     module = script("lsh_nodes")
     monkeypatch.setattr(module, "SLOWER", 300)  # so that what a tiny model really takes is nothing beside it

@@ -41,16 +41,19 @@ class Way:
 
 WAYS = (
     Way(r"^train\b", "parsed", "starts a process per rank, seconds each; tests/cli/test_train.py trains"),
+    Way(r"^profile\b|--cluster one\.json", "parsed", "measures for half a minute; tests/cli/test_profile.py"),
     Way(r"^check .*-s?\S* \S*(,\S+){7}", "parsed", "many strategies: a figure of the benchmarks"),
     Way(
         r"^plan .*(PROFILES|galvatron_config)",
         "parsed",
         "files of Galvatron's; tests/cli/test_plan_galvatron.py has some",
     ),
+    Way(r"^check llama ", "parsed", "tests/checking checks such strategies; the check of README.md is run"),
     Way(r"--compile inductor", "parsed", "compiles for a minute; tests/runtime/test_bound.py runs it"),
     Way(r"hf:\w+@\w+(?=.*\bpp4\b)", "once", "a published size takes 20 CPU s", "llama --set layers=4"),
     Way(r"hf:\w+@\w+", "once", "a published size takes 20 CPU s", "llama"),
-    Way(r"^check hf:(?!mixtral)\w+", "swapped", "tests/models/test_huggingface.py checks decoders", "llama"),
+    Way(r"^\w+ hf:mixtral", "parsed", "seconds of capture; tests/passes/test_exchange_tokens.py checks experts"),
+    Way(r"^check hf:\w+", "swapped", "tests/models/test_huggingface.py checks decoders", "llama"),
 )
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.repeat import thinned
-
 pytest.importorskip("torchtitan", reason="torchtitan is an extra")
 
 from fxpar.recipes import graph_trainer
@@ -54,7 +52,8 @@ RUNS = [("two_layers", "fsdp2"), *(("debug", layout) for layout in LAYOUTS)]
 
 
 @pytest.mark.titan
-@pytest.mark.parametrize(("recipe", "layout"), thinned(RUNS, RUNS[:1]))
+@pytest.mark.nightly  # by day: test_graph_trainer.py has the pipeline, test_passes_out.py a step as it is traced there
+@pytest.mark.parametrize(("recipe", "layout"), RUNS)
 def test_losses_are_those_of_the_default_pipeline(tmp_path, recipe, layout):
     default = train(f"{recipe}_default_passes", tmp_path, *LAYOUTS[layout])
     ours = train(f"{recipe}_fxpar_passes", tmp_path, *LAYOUTS[layout])

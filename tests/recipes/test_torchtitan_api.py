@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from fxpar.errors import HostVersionError
 from fxpar.recipes import torchtitan_api as titan
 from fxpar.runtime.forked import run_forked
+from tests.repeat import thinned
 
 ROOT = Path(__file__).parents[2]
 
@@ -267,10 +268,13 @@ def recipes(tmp_path_factory) -> Path:
 @pytest.mark.titan
 @pytest.mark.parametrize(
     ("how", "module", "failed"),
-    [
-        ("torchtitan.config.manager", "bad_recipe", "bad_recipe"),
-        ("torchtitan.train", "pkg", "pkg.config_registry"),
-    ],
+    thinned(
+        [
+            ("torchtitan.config.manager", "bad_recipe", "bad_recipe"),
+            ("torchtitan.train", "pkg", "pkg.config_registry"),
+        ],
+        [("torchtitan.train", "pkg", "pkg.config_registry")],
+    ),  # both forms by day: test_import_errors_are_shown_once_fxpar_is_there
 )
 def test_an_import_error_inside_of_a_recipe_is_shown(recipes, how, module, failed):
     """Also when the recipe was what imported fxpar first."""

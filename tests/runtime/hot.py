@@ -215,11 +215,20 @@ class World:
         self.cases[work.__name__] = work
         return lambda: [results[work.__name__] for results in self.results]
 
-    @functools.cached_property
+    @property
     def results(self) -> list[dict[str, Any]]:
-        """By rank and name."""
-        self.prepare()
-        return run_forked(self.ranks, self._run_all, timeout_s=900)
+        """By rank and name. What failed once is not tried again: each test of the file fails with the same error."""
+        if isinstance(self._ended, Exception):
+            raise self._ended
+        return self._ended
+
+    @functools.cached_property
+    def _ended(self) -> list[dict[str, Any]] | Exception:
+        try:
+            self.prepare()
+            return run_forked(self.ranks, self._run_all, timeout_s=900)
+        except Exception as error:
+            return error
 
     def _run_all(self, rank: int) -> dict[str, Any]:
         return {name: named(name, functools.partial(work, rank)) for name, work in self.cases.items()}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fxpar.errors import RankError
 from fxpar.runtime.forked import run_forked
+from tests.runtime.hot import World
 
 
 def test_a_rank_that_hangs_says_where():
@@ -35,3 +36,18 @@ def test_a_rank_that_a_signal_ends_says_where(waits):
 
     with pytest.raises(RankError, match=r"^rank 1: ended by SIGSEGV\n(.|\n)*in step_on_a_null_pointer"):
         run_forked(2, step_on_a_null_pointer, timeout_s=60)
+
+
+def test_a_shared_world_that_fails_is_built_once():
+    """Each further test of its file fails with the same error, at once."""
+    built = []
+
+    def prepare() -> None:
+        built.append("world")
+        raise ValueError("no model")
+
+    results = World(2, prepare).case(print)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no model"):
+            results()
+    assert built == ["world"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,8 +16,9 @@ from torch import Tensor
 import fxpar
 from fxpar.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from fxpar.errors import FxparError, ParallelizeError, TaskError
+from fxpar.ir.graph import LogicalGraph
 from fxpar.runtime.forked import run_forked
-from fxpar.runtime.options import ParallelizeOptions
+from fxpar.runtime.options import ParallelizeOptions, capture_step, lower_task
 from fxpar.runtime.planned import check_choice
 from fxpar.runtime.task import check_ranks
 from tests.runtime.hot import named
@@ -32,6 +34,13 @@ ALL: MiniBatch = {
 SOME: MiniBatch = {"describe": ALL["describe"][:1], "pairs": ALL["pairs"][1:], "caption": []}
 
 
+@functools.cache
+def captured(name: str) -> LogicalGraph:
+    """The step of a task, whatever its strategies."""
+    task = tasks()[name]
+    return capture_step(Towers().double(), task.loss, task.example, task.dynamic, tell_unused=False)
+
+
 @dataclass(frozen=True)
 class Case:
     """Mini-batches under the strategies of all tasks, or of their own (`changes`); gradients are those of the last."""
@@ -44,11 +53,11 @@ class Case:
 
     def compiled(self, known: dict[Any, Any]) -> dict[str, fxpar.Task]:
         """The tasks with programs, made once in the parent."""
-        found, model = {}, Towers().double()
+        found = {}
         for name, task in tasks(**self.changes).items():
-            strategies = task.strategies or STRATEGIES
-            key = (name, tuple(strategies.items()), task.ranks)
-            known[key] = known.get(key) or fxpar.compile_task(model, replace(task, strategies=strategies))
+            task = replace(task, strategies=task.strategies or STRATEGIES)
+            key = (name, tuple(task.strategies.items()), task.ranks)
+            known[key] = known.get(key) or lower_task(captured(name), task)
             found[name] = replace(task, compiled=known[key])
         return found
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,21 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 
+import fxpar
+from fxpar.ir.exec_graph import compile_graph
+from fxpar.ir.serialize import graph_from_data, graph_to_data
 from fxpar.recipes import llama3, qwen3
 from fxpar.recipes.convert import to_fxpar
 from fxpar.recipes.debug import debug_recipe, documents, hf_assets
 from fxpar.runtime.forked import reserved_port, run_forked
+from fxpar.runtime.task import CompiledModel
 from fxpar.torch_api.fork import forget_parent_threads
 from tests import warm  # noqa: F401
 
 STOCK = {"llama3": llama3.debug_stock, "qwen3": qwen3.debug_stock}
 STEPS = {"llama3": 10, "qwen3": 5}
 SWITCHING = {64: "dp2", 160: "tp2+sp", 512: "cp2"}
+"""What runs have that are not about certain strategies: they share what is compiled for these."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,12 @@ class Run:
     norms: dict[int, float]
     validation: dict[int, float]
     weights: dict[str, torch.Tensor]
+    compiled: dict[tuple[str, ...], bytes]
+    """What rank 0 captured and lowered, as no run before had."""
+
+
+COMPILED: dict[tuple[str, ...], CompiledModel] = {}
+"""What runs have captured and lowered, by model and options: ranks that are forked later need not."""
 
 
 def shallow(family: str) -> Any:
@@ -81,7 +93,38 @@ def train(
 
     folder.mkdir(exist_ok=True, parents=True)
     hf_assets(), documents()  # here once, and not in every rank
-    return run_forked(world, work, timeout_s=timeout_s)[0]
+    found = run_forked(world, work, timeout_s=timeout_s)[0]
+    COMPILED.update({key: compiled_again(data) for key, data in found.compiled.items()})
+    return found
+
+
+def plain(compiled: CompiledModel) -> bytes:
+    """A compiled model whose programs have not run yet; the module of its logical graph would pickle as its code."""
+    logical = compiled.logical
+    bare = replace(compiled, logical=replace(logical, gm=None))
+    return pickle.dumps((bare, graph_to_data(logical.gm.graph)))
+
+
+def compiled_again(data: bytes) -> CompiledModel:
+    """Inverse of `plain`."""
+    bare, nodes = pickle.loads(data)
+    return replace(bare, logical=replace(bare.logical, gm=compile_graph(graph_from_data(nodes))))
+
+
+def _remembering(found: Run) -> Callable[..., Any]:
+    """`fxpar.parallelize` for a forked rank."""
+    parallelize = fxpar.parallelize
+
+    def remembered(model: torch.nn.Module, **options: Any) -> Any:
+        shapes = {name: tuple(value.shape) for name, value in (*model.named_parameters(), *model.named_buffers())}
+        options_read = [options[name] for name in ("strategies", "precision", "token_budget", "cluster")]
+        key = (str(model), str(shapes), *map(str, options_read))
+        made = parallelize(model, compiled=COMPILED.get(key), **options)
+        if key not in COMPILED and dist.get_rank() == 0:
+            found.compiled[key] = plain(made.fxpar_session.compiled)
+        return made
+
+    return remembered
 
 
 def _train(config: Any, weights: bool, inspect: Callable[[Any], None] | None) -> Run:
@@ -89,8 +132,9 @@ def _train(config: Any, weights: bool, inspect: Callable[[Any], None] | None) ->
 
     torchtitan.trainer.time.sleep = lambda seconds: None  # rank 0 waits two seconds for the others' logs
     config.debug.enable_structured_logging = False
+    found = Run({}, {}, {}, {}, {})
+    fxpar.parallelize = _remembering(found)
     trainer = config.build()
-    found = Run({}, {}, {}, {})
     metrics = trainer.metrics_processor
     log, log_validation = metrics.log, metrics.log_validation
 

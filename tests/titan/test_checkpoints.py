@@ -83,7 +83,7 @@ def test_the_data_of_stock_replicas_goes_on(tmp_path):
     train(2, saving(None, 2), tmp_path / "both", inspect=until(2))
 
     def made():
-        config = saving({512: "tp2"})()
+        config = saving(SWITCHING)()
         config.fxpar.data_ranks = 2
         config.training.local_batch_size = 1
         return config
@@ -120,12 +120,12 @@ def test_a_checkpoint_of_another_model(tmp_path):
     train(1, saving(None), tmp_path, inspect=until(2))
 
     def other():
-        config = recipe("qwen3", {512: "dp2"})
+        config = recipe("qwen3", {512: "dp1"})
         config.checkpoint.enable = True
         return config
 
     with pytest.raises(RankError, match=r"CheckpointModelError: .* does not fit this run: Missing key"):
-        train(2, other, tmp_path)
+        train(1, other, tmp_path)
 
 
 def test_the_data_of_another_number_of_ranks(tmp_path):
@@ -151,7 +151,7 @@ def test_two_runs_in_one_folder(tmp_path):
         (Path(trainer.checkpointer.folder) / LOCK).write_text(json.dumps(asdict(lock)))
 
     with pytest.raises(RankError, match=rf"CheckpointInUseError: .* process {os.getpid()} on "):
-        train(2, saving({512: "dp2"}), tmp_path, inspect=second)
+        train(2, saving(SWITCHING), tmp_path, inspect=second)
     assert not list((tmp_path / "outputs" / "checkpoint").glob("step-*"))
 
 

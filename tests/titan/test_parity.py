@@ -80,6 +80,7 @@ def test_steps_of_one_strategy_from_one_seed_checkpoint(family, strategy, seed_c
     assert_like_stock(train(2, from_seed(family, {512: strategy}, seed_checkpoint), tmp_path), stock, family)
 
 
+@pytest.mark.nightly  # by day: tests/precision/test_sharded.py, and test_the_command_of_the_docs, which is in bf16
 @ONE_FAMILY
 def test_bf16(family, seed_checkpoint, tmp_path):
     made = {
@@ -105,6 +106,6 @@ def test_the_initial_weights_are_those_of_one_rank(family, tmp_path):
         return made
 
     one = train(1, make(None), tmp_path / "one", weights=True)
-    two = train(2, make({512: "tp2+sp"}), tmp_path / "two", weights=True)
+    two = train(2, make(SWITCHING), tmp_path / "two", weights=True)
     assert one.weights.keys() == two.weights.keys()
     assert all((one.weights[name] == two.weights[name]).all() for name in one.weights)

@@ -72,8 +72,8 @@ def test_validation(tmp_path):
         return made
 
     one = train(1, make(None), tmp_path / "one")
-    for kind, strategies in ((Validator, SWITCHING), (Mine, {512: "tp2+sp"})):
-        two = train(2, make(strategies, kind), tmp_path / kind.__name__)
+    for kind in (Validator, Mine):
+        two = train(2, make(SWITCHING, kind), tmp_path / kind.__name__)
         assert one.validation.keys() == {1, 2} == two.validation.keys()
         assert max(abs(one.validation[step] - two.validation[step]) for step in one.validation) < 1e-5
 
@@ -101,7 +101,7 @@ def test_chat(tmp_path):
         return made
 
     one = train(1, make(None), tmp_path / "one")
-    two = train(2, make({64: "dp2", 512: "tp2+sp"}), tmp_path / "two")
+    two = train(2, make(SWITCHING), tmp_path / "two")
     assert max(abs(one.losses[step] - two.losses[step]) for step in one.losses) < 1e-5
     assert max(abs(one.norms[step] - two.norms[step]) for step in one.norms) < 1e-5
 
@@ -142,6 +142,7 @@ def watch_report(trainer):
 
 
 # ------------------------------------------------------------------------------------------------------- command line
+DEBUG = ("--module", "fxpar.recipes.llama3", "--config", "debug_hot_switch")
 SMALL = ("--training.seq-len", "512", "--training.local-batch-size", "1", "--metrics.disable-color-printing")
 
 
@@ -153,11 +154,25 @@ def torchrun(folder, ranks, *arguments):
     )
 
 
-def test_the_command_of_the_docs(tmp_path):
-    arguments = ("--module", "fxpar.recipes.llama3", "--config", "debug_hot_switch", "--training.steps", "2")
-    done = torchrun(tmp_path, 2, *arguments, "--fxpar.strategies", "128", "dp2", "512", "tp2+sp", "--fxpar.no-merge")
-    log = done.stderr + done.stdout
-    assert done.returncode == 0, log[-3000:]
+@pytest.mark.parametrize("how", thinned(["forked", "torchrun"], ["forked"]))  # torchrun imports torchtitan three times
+def test_the_command_of_the_docs(how, tmp_path):
+    arguments = (
+        *DEBUG,
+        "--training.steps",
+        "2",
+        "--fxpar.strategies",
+        "128",
+        "dp2",
+        "512",
+        "tp2+sp",
+        "--fxpar.no-merge",
+    )
+    if how == "torchrun":
+        done = torchrun(tmp_path, 2, *arguments)
+        log = done.stderr + done.stdout
+        assert done.returncode == 0, log[-3000:]
+    else:
+        log = command(2, tmp_path, *arguments, *SMALL)
     assert re.search(r"\[fxpar\] step 1: 1,024 valid tokens of \d+ documents, valid_tps \d", log)
     assert re.search(r"\[fxpar\]   <=128 dp2: \d+ documents, .* switch \d.* gradients \d", log)
     assert re.search(r"\[fxpar\]   <=512 tp2\+sp: \d+ documents", log)
@@ -189,9 +204,6 @@ BAD_INPUT = {
         "UnsupportedRecipeError: recipe option training.dtype: it is bfloat16",
     ),
 }
-
-
-DEBUG = ("--module", "fxpar.recipes.llama3", "--config", "debug_hot_switch")
 
 
 def test_bad_input_ends_the_run(tmp_path):
