@@ -87,12 +87,13 @@ def length_groups(
 
     `token_budget` is the most tokens of one micro-batch of one replica: one number for all groups, or a number by
     limit. A group that it does not name gets as many tokens per rank as the longest group has with one sequence of full
-    length per micro-batch, or in each bin of one, but at least its own limit. `tokens(N)` of a strategy goes first. A rank of a pipeline holds a stages-th of
+    length per micro-batch, or in each bin of one, but at least its own limit. A rank of a pipeline holds a stages-th of
     the layers, of as many micro-batches as there are stages: pp does not divide the tokens. Of teams side by side it is
-    the budget of the largest one (see `LengthGroup.teams`).
+    the budget of the largest one (see `LengthGroup.teams`). What a strategy says itself, `tokens(N)`, goes first.
 
     Of `rounds(cp4)` each formation is a group, which takes what one of its teams holds: as many tokens as it says, or
-    as many per rank as the widest one has. Several may have one limit: the first one takes a sequence, unless another one runs instead.
+    as many per rank as the widest one has. Several may have one limit: the first one takes a sequence, unless another
+    one runs instead.
 
     Raises StrategiesTypeError, NoStrategiesError, LengthLimitError, StrategySyntaxError, StrategyWorldsError (a
     strategy that does not take all `world` ranks), TokenBudgetError, UnknownBudgetError.

@@ -9,11 +9,11 @@ packed so that no document is cut), tp (tensor), ep (as rows, with experts cut: 
 (Megatron sequence parallel on the tp axis), zero1 | zero2 | zero3 (optimizer state | + gradients | + parameters sharded
 over dp, cp, ring, rows and ep), remat or remat(...) (recomputation, see `Remat`), offload or offload(0.5) (all, or that
 share, of what the forward saves for the backward goes to the host), chunks(16) (the loss over the vocabulary, in as
-many chunks of tokens), tokens(4096) (a micro-batch of a replica has so many at most), lsh(0.2) (experts see means of similar rows, that share of as many: the result is another),
-capacity(1.25) (an expert gets that many times the mean of rows at most, without the others: another result too). With
-pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see `Pipeline`), cut(layers.3|layers.6) (where stages
-begin). role(tp=name) (what an axis is used for, where another package says so, see `fxpar.annotate.roles`). Rules in
-brackets at the end say what some modules do otherwise (see `fxpar.ir.module_rules`):
+many chunks of tokens), tokens(4096) (of a micro-batch at most), lsh(0.2) (experts see means of similar rows, that share
+of as many: the result is another), capacity(1.25) (an expert gets that many times the mean of rows at most, without the
+others: another result too). With pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see `Pipeline`),
+cut(layers.3|layers.6) (where stages begin). role(tp=name) (what an axis is used for, where another package says so, see
+`fxpar.annotate.roles`). Rules in brackets at the end say what some modules do otherwise (see `fxpar.ir.module_rules`):
 
     dp2.tp4+sp[*.self_attn: cp4; lm_head: tp4]
 
@@ -64,14 +64,14 @@ class Strategy:
 
     Its ranks begin at `offset`, which is not part of the text: a pipeline stage's strategy is written like any other.
     `overrides` maps a glob over parameter FQNs to `S(dim)@tp` or `R@tp`; the first glob that matches wins over what the
-    search would choose. `roles` are axes with the names of their roles, where another package says what an axis
-    is used for. `rules` are what some modules do otherwise. The loss over the vocabulary runs in `chunks` of tokens. Of
-    the bytes that the forward saves for the backward the share `offload` is moved to the host. Experts see the share
-    `lsh` of as many rows, 0: the rows themselves; each sees `capacity` times the mean of rows at most, 0: any number. A
-    micro-batch of a replica has `tokens` at most, 0: as many as whoever plans says.
-    `by_stage` are the strategies of pipeline stages that are written one by one, each on the ranks behind those of the
-    one before: they then say all of this but `pipeline` and `overrides`, and `axes` is no more than their number.
-    `teams` are strategies side by side, which say all but `overrides`.
+    search would choose. `roles` are axes with the names of their roles, where another package says what an axis is used
+    for. `rules` are what some modules do otherwise. The loss over the vocabulary runs in `chunks` of tokens. Of the
+    bytes that the forward saves for the backward the share `offload` is moved to the host. Experts see the share `lsh`
+    of as many rows, 0: the rows themselves; each sees `capacity` times the mean of rows at most, 0: any number. A
+    micro-batch of a replica has `tokens` at most, 0: as many as whoever plans says. `by_stage` are the strategies of
+    pipeline stages that are written one by one, each on the ranks behind those of the one before: they then say all of
+    this but `pipeline` and `overrides`, and `axes` is no more than their number. `teams` are strategies side by side,
+    which say all but `overrides`.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -371,10 +371,8 @@ def _parse_part(text: str, part: str) -> Strategy:
     outside, inside = split_rules(part)
     axis_text, *flags = outside.split("+")
     axes, found = parse_axes(text, axis_text), parse_flags(text, flags)
-    found |= {flag: found[flag] or 0.0 for flag in SHARES} | {
-        "chunks": found["chunks"] or 1,
-        "tokens": found["tokens"] or 0,
-    }
+    nothing = dict[str, Any].fromkeys(SHARES, 0.0) | {"chunks": 1, "tokens": 0}
+    found |= {flag: found[flag] or value for flag, value in nothing.items()}
     strategy = Strategy(axes, **found, rules=() if inside is None else parse_rules(text, inside))
     if strategy.rules:
         strategy.atoms  # noqa: B018  raises where degrees do not fit

@@ -112,10 +112,7 @@ def _parse_rule(text: str, part: str, glob: str, axes: Axes, flags: list[str]) -
     found = parse_flags(text, [flag for flag in flags if not re.fullmatch("zero[0-3]", flag)], RULE_FLAGS)
     if len(zero) > 1:
         raise StrategySyntaxError(text, part, "one ZeRO level at a time")
-    if (
-        any(_SCHEDULE.fullmatch(flag) or _CUT.fullmatch(flag) or _ROLES.fullmatch(flag) for flag in flags)
-        or found["tokens"]
-    ):
+    if found["tokens"] or any(pattern.fullmatch(flag) for flag in flags for pattern in (_SCHEDULE, _CUT, _ROLES)):
         why = "a schedule, cuts, tokens(...) and role(...) are of all modules; write them in front"
         raise StrategySyntaxError(text, part, why)
     if found["sp"] and not axes:

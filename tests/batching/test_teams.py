@@ -186,7 +186,7 @@ def test_a_team_may_say_how_many_tokens_it_has():
         "tp2+tokens(70) | dp2+remat+tokens(90)": (80, [(70, 70), (80, 90)]),
         "dp4+remat+tokens(90)": (80, [(80, 90)]),
     }
-    with pytest.raises(TokenBudgetError, match="100 of strategy.*at least 101"):
+    with pytest.raises(TokenBudgetError, match=r"100 of strategy.*at least 101"):
         length_groups({101: text}, world=4)
 
 

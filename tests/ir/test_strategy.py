@@ -334,7 +334,7 @@ SYNTAX = [
     ("tp2 >", "'>'", "a pipeline stage stands on each side of it"),
     ("tp2 > pp2", "'pp2'", "what stands between '>' is one stage, without a pp axis"),
     ("dp2 > dp3", "'dp3'", "all stages have as many replicas, the first one 2 and this one 3"),
-    ("tp2 > tp2+gpipe", "'tp2+gpipe'", "a schedule, cuts and tokens(...) are of all stages; write them with the first"),
+    ("tp2 > tp2+gpipe", "'tp2+gpipe'", "cuts and tokens(...) are of all stages; write them with the first"),
     (
         "tp2+gpipe > tp2+1f1b",
         "'tp2+1f1b'",
