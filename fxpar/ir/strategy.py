@@ -397,5 +397,4 @@ def _of_stages(text: str, written: Sequence[str], parts: Sequence[Strategy]) -> 
     if parts[0].pipeline.virtual > 1:
         raise StrategySyntaxError(text, written[0], "a stage that is written has one place: 1f1b, gpipe or zb_h1")
     stages = (replace(parts[0], pipeline=_UNSTAGED, tokens=0), *parts[1:])
-    of_all = {"pipeline": parts[0].pipeline, "tokens": parts[0].tokens}
-    return Strategy(((STAGES, len(parts)),), by_stage=stages, **of_all)
+    return Strategy(((STAGES, len(parts)),), pipeline=parts[0].pipeline, tokens=parts[0].tokens, by_stage=stages)

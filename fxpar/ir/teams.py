@@ -154,11 +154,10 @@ def _by_size(text: str, written: Sequence[Strategy]) -> dict[int, list[Strategy]
 
 def _fewer(by_size: Mapping[int, Sequence[Strategy]]) -> str:
     """What to write for the smallest teams that make few enough formations."""
-    widest, *_ = by_size
-    for least in reversed(by_size):
+    for least in sorted(by_size):
         enough = {size: strategies for size, strategies in by_size.items() if size >= least}
         if len(list(itertools.islice(_formations(enough), MOST_FORMATIONS + 1))) <= MOST_FORMATIONS:
-            return f"write rounds({by_size[widest][0]}, {least})"
+            return f"write rounds({by_size[max(by_size)][0]}, {least})"
     raise AssertionError("the widest alone is one formation")
 
 
