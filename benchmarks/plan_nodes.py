@@ -179,13 +179,11 @@ def show(found: Mapping[str, Mapping[str, float]], plans: Mapping[str, str], nam
         good &= gain >= target and (what != HOTSPA or abs(error) <= TARGET_ERROR)
     bound, planned = (parse_plan(plans[what], what) for what in (next(iter(found)), PLANNED))
     if name == ROUNDS:
+        took = f"the {PLANNED} takes {planned.predicted_s:.3f} s, and rounds take {bound.predicted_s:.3f} s"
         most = planned.predicted_s / bound.lower_bound_s
         print(
-            f"on the mini-batches of the search, where the {PLANNED} takes {planned.predicted_s:.3f} s and rounds",
-            end=" ",
+            f"on the mini-batches of the search {took}; no rounds take less than {bound.lower_bound_s:.3f} s, ", end=""
         )
-        print(
-            f"{bound.predicted_s:.3f} s, none take less than {bound.lower_bound_s:.3f} s: at most {most:.2f} times as fast"
-        )
+        print(f"at most {most:.2f} times as fast")
     print(f"the gain over the {HOTSPA} is to be predicted within {TARGET_ERROR:.0%}")
     return good

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,8 +41,8 @@ def best_rounds(candidates: Sequence[Priced], pricer: SetPricer, known: KnownMod
     longest sequence of the mini-batches on all ranks.
 
     A replica costs as a team what it costs beside others like it. For each number of ranks the fastest strategies are
-    tried, and slower ones that hold more. From each widest team with the fastest beside it, one at a time is changed,
-    or left out, as long as the mini-batches take less.
+    tried, and slower ones that hold more. From each widest team with the fastest beside it, and with those that hold
+    most, one at a time is changed, or left out, as long as the mini-batches take less.
     """
     options = _options(candidates, pricer)
     known_s: dict[tuple[str, ...], float] = {}
@@ -54,8 +55,8 @@ def best_rounds(candidates: Sequence[Priced], pricer: SetPricer, known: KnownMod
         return known_s[names]
 
     best: Chosen = {}
-    for widest in options.get(pricer.cluster.world, ()):
-        start = {size: found[0] for size, found in options.items()} | {pricer.cluster.world: widest}
+    for widest, place in itertools.product(options.get(pricer.cluster.world, ()), (0, -1)):
+        start = {size: found[place] for size, found in options.items()} | {pricer.cluster.world: widest}
         best = min(best, _improved(start, options, seconds), key=seconds)
     return _settled(best, pricer, known, said) if math.isfinite(seconds(best)) else None
 
@@ -81,10 +82,16 @@ def _options(candidates: Sequence[Priced], pricer: SetPricer) -> dict[int, list[
         size = world // one.strategy.replicas
         least = max(map(max, pricer.batches)) if size == world else 1
         (tokens,) = pricer.budgets(one, [least])
-        if tokens is not None and tokens >= MORE * held.get(size, 0) and len(found.get(size, ())) < PER_SIZE:
+        if tokens is not None and tokens >= MORE * held.get(size, 0):
             found.setdefault(size, []).append(one)
             held[size] = tokens
-    return {size: found[size] for size in sorted(found, reverse=True)}
+    return {size: _some(found[size]) for size in sorted(found, reverse=True)}
+
+
+def _some(options: Sequence[Priced]) -> list[Priced]:
+    """Of many those at equal steps, from the first to the last."""
+    count = min(len(options), PER_SIZE)
+    return [options[round(number * (len(options) - 1) / max(1, count - 1))] for number in range(count)]
 
 
 def _may_be_team(one: Priced) -> bool:
