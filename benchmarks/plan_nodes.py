@@ -181,9 +181,7 @@ def show(found: Mapping[str, Mapping[str, float]], plans: Mapping[str, str], nam
     if name == ROUNDS:
         took = f"the {PLANNED} takes {planned.predicted_s:.3f} s, and rounds take {bound.predicted_s:.3f} s"
         most = planned.predicted_s / bound.lower_bound_s
-        print(
-            f"on the mini-batches of the search {took}; no rounds take less than {bound.lower_bound_s:.3f} s, ", end=""
-        )
-        print(f"at most {most:.2f} times as fast")
+        least = f"no rounds take less than {bound.lower_bound_s:.3f} s, at most {most:.2f} times as fast"
+        print(f"on the mini-batches of the search {took}; {least}")
     print(f"the gain over the {HOTSPA} is to be predicted within {TARGET_ERROR:.0%}")
     return good
