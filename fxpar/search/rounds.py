@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fxpar.batching import length_groups
 from fxpar.ir.axes import REPLICAS
@@ -34,6 +35,10 @@ class Rounds:
     limit: int
     token_budget: int
     priced: PricedSet
+
+    def to_json(self) -> dict[str, Any]:
+        fields = {"strategy": self.text, "limit": self.limit, "token_budget": self.token_budget}
+        return {**fields, "predicted_s": self.priced.predicted_s}
 
 
 def best_rounds(candidates: Sequence[Priced], pricer: SetPricer, known: KnownModel, said: Said) -> Rounds | None:
