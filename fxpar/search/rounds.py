@@ -16,8 +16,9 @@ from fxpar.search.price import Priced
 from fxpar.search.pricing import PricedSet, SetPricer
 from fxpar.search.teams import Teams
 
-PER_SIZE = 4  # strategies of equally many ranks that are tried
+PER_SIZE = 6  # strategies of equally many ranks that are tried
 MORE = 1.1  # by so many times as many tokens a slower strategy has to hold to be tried
+ALIKE = 1.01  # times as slow is no slower
 SHRINK = 0.98  # of the tokens of all teams, where formations turn out not to fit
 TRIES = 4
 
@@ -87,8 +88,13 @@ def _options(candidates: Sequence[Priced], pricer: SetPricer) -> dict[int, list[
         size = world // one.strategy.replicas
         least = max(map(max, pricer.batches)) if size == world else 1
         (tokens,) = pricer.budgets(one, [least])
-        if tokens is not None and tokens >= MORE * held.get(size, 0):
-            found.setdefault(size, []).append(one)
+        if tokens is None or tokens <= held.get(size, 0):
+            continue
+        mine = found.setdefault(size, [])
+        if mine and _seconds(one, pricer) <= ALIKE * _seconds(mine[-1], pricer):
+            mine[-1], held[size] = one, tokens
+        elif tokens >= MORE * held.get(size, 0):
+            mine.append(one)
             held[size] = tokens
     return {size: _some(found[size]) for size in sorted(found, reverse=True)}
 
