@@ -37,7 +37,7 @@ from fxpar.search.price import Lower, Priced, optimizer_s
 from fxpar.search.pricing import PricedSet, SetPricer, different, guessed_border_s
 from fxpar.search.problem import Found, Problem
 from fxpar.search.proposals import Chosen
-from fxpar.search.rounds import best_rounds
+from fxpar.search.rounds import Rounds, best_rounds
 from fxpar.search.ruled import RuleSearch
 from fxpar.search.sets import Groups, RankedSet, ranked_sets
 from fxpar.search.space import FASTER_SCHEDULE, SAVINGS, also_tried, rescheduled, with_savings, without_stages
@@ -172,8 +172,11 @@ class _Search:
             refused=dict(self.known.refused),
             search_cpu_s=time.process_time() - begun,
             ruled=self.rules.lowered,
-            rounds=best_rounds(self.candidates, self.pricer, self.known, self.said) if self.problem.rounds else None,
+            rounds=self._rounds() if self.problem.rounds else None,
         )
+
+    def _rounds(self) -> Rounds | None:
+        return best_rounds(self.candidates, self.problem.longest, self.pricer, self.known, self.said)
 
     def _bound_with_rules(self) -> float:
         """Seconds of a mini-batch that no set undercuts, one with rules if these are searched."""

@@ -42,29 +42,31 @@ class Rounds:
         return {**fields, "predicted_s": self.priced.predicted_s}
 
 
-def best_rounds(candidates: Sequence[Priced], pricer: SetPricer, known: KnownModel, said: Said) -> Rounds | None:
-    """Of `candidates`, strategies of all ranks, the replicas that should be teams; None where none of them holds the
-    longest sequence of the mini-batches on all ranks.
+def best_rounds(
+    candidates: Sequence[Priced], longest: int, pricer: SetPricer, known: KnownModel, said: Said
+) -> Rounds | None:
+    """Of `candidates`, strategies of all ranks, the replicas that should be teams; None where none of them holds a
+    sequence of `longest` tokens on all ranks.
 
     A replica costs as a team what it costs beside others like it. For each number of ranks the fastest strategies are
     tried, and slower ones that hold more. From each widest team with the fastest beside it, and with those that hold
     most, one at a time is changed, or left out, as long as the mini-batches take less.
     """
-    options = _options(candidates, pricer)
+    options = _options(candidates, longest, pricer)
     known_s: dict[tuple[str, ...], float] = {}
 
     def seconds(chosen: Chosen) -> float:
         names = tuple(one.name for one in chosen.values())
         if names not in known_s:
             said(f"planning rounds of {', '.join(names)}")
-            known_s[names] = _guessed_s(chosen, pricer)
+            known_s[names] = _guessed_s(chosen, longest, pricer)
         return known_s[names]
 
     best: Chosen = {}
     for widest, place in itertools.product(options.get(pricer.cluster.world, ()), (0, -1)):
         start = {size: found[place] for size, found in options.items()} | {pricer.cluster.world: widest}
         best = min(best, _improved(start, options, seconds), key=seconds)
-    return _settled(best, pricer, known, said) if math.isfinite(seconds(best)) else None
+    return _settled(best, longest, pricer, known, said) if math.isfinite(seconds(best)) else None
 
 
 def _improved(chosen: Chosen, options: Mapping[int, Sequence[Priced]], seconds: Callable[[Chosen], float]) -> Chosen:
@@ -80,13 +82,13 @@ def _improved(chosen: Chosen, options: Mapping[int, Sequence[Priced]], seconds: 
         chosen = best
 
 
-def _options(candidates: Sequence[Priced], pricer: SetPricer) -> dict[int, list[Priced]]:
+def _options(candidates: Sequence[Priced], longest: int, pricer: SetPricer) -> dict[int, list[Priced]]:
     """By the ranks of a team, most first: strategies, each slower than those before and with more tokens."""
     world, found = pricer.cluster.world, dict[int, list[Priced]]()
     held = dict[int, int]()
     for one in sorted(filter(_may_be_team, candidates), key=lambda one: _seconds(one, pricer)):
         size = world // one.strategy.replicas
-        least = max(map(max, pricer.batches)) if size == world else 1
+        least = longest if size == world else 1
         (tokens,) = pricer.budgets(one, [least])
         if tokens is None or tokens <= held.get(size, 0):
             continue
@@ -120,11 +122,11 @@ def _seconds(one: Priced, pricer: SetPricer) -> float:
     return sum(cost.sequence_s(n) for lengths in pricer.batches for n in lengths) / one.strategy.replicas
 
 
-def _held(chosen: Chosen, pricer: SetPricer, settle: bool) -> Iterator[dict[int, int]]:
+def _held(chosen: Chosen, longest: int, pricer: SetPricer, settle: bool) -> Iterator[dict[int, int]]:
     """The tokens that replicas of these hold beside each other's weights, by their ranks; with and without room for
     the gradients of two groups. Nothing where the widest does not hold the longest sequence.
     """
-    longest, sizes = max(map(max, pricer.batches)), sorted(chosen)
+    sizes = sorted(chosen)
     pairs = [(longest if size == pricer.cluster.world else 1, chosen[size]) for size in sizes]
     for overlap in (False, True) if pricer.overlap else (False,):
         groups = pricer.groups(pairs, settle, overlap) if pricer.cluster.world in chosen else None
@@ -142,10 +144,10 @@ def _team(strategy: Strategy, tokens: int) -> Strategy:
     return replace(strategy, axes=axes or SINGLE.axes, tokens=tokens)
 
 
-def _guessed_s(chosen: Chosen, pricer: SetPricer) -> float:
+def _guessed_s(chosen: Chosen, longest: int, pricer: SetPricer) -> float:
     """Seconds of a mini-batch, without lowering anything; endless if it does not fit, or is one strategy alone."""
-    longest, best = max(map(max, pricer.batches)), math.inf
-    for tokens in _held(chosen, pricer, settle=False) if len(chosen) > 1 else ():
+    best = math.inf
+    for tokens in _held(chosen, longest, pricer, settle=False) if len(chosen) > 1 else ():
         groups: list[tuple[int, Priced]] = []
         for group in length_groups({longest: _text(chosen, tokens)}, world=pricer.cluster.world):
             parts = [chosen[team.strategy.world // team.strategy.replicas] for team in group.teams]
@@ -156,11 +158,11 @@ def _guessed_s(chosen: Chosen, pricer: SetPricer) -> float:
     return best
 
 
-def _settled(chosen: Chosen, pricer: SetPricer, known: KnownModel, said: Said) -> Rounds | None:
+def _settled(chosen: Chosen, longest: int, pricer: SetPricer, known: KnownModel, said: Said) -> Rounds | None:
     """With formations that are lowered, and micro-batches that fit."""
-    world, longest = pricer.cluster.world, max(map(max, pricer.batches))
+    world = pricer.cluster.world
     found: list[Rounds] = []
-    for held in _held(chosen, pricer, settle=True):
+    for held in _held(chosen, longest, pricer, settle=True):
         for number in range(TRIES):
             tokens = {size: max(1, int(count * SHRINK**number)) for size, count in held.items()}
             if tokens[world] < longest:

@@ -34,15 +34,15 @@ def pricer(known):
 def test_no_other_teams_are_faster(pricer, known, names):
     """Every pair of a strategy of both ranks and one of each rank, planned with its borders."""
     mine = candidates(known, *names)
-    found = best_rounds(mine, pricer, known, str)
+    found = best_rounds(mine, 512, pricer, known, str)
     assert found is not None
-    options = _options(mine, pricer)
+    options = _options(mine, 512, pricer)
     assert list(options) == [2, 1]
     for size, each in options.items():  # those that are slower hold more
-        held = [pricer.budgets(one, [max(map(max, pricer.batches)) if size == 2 else 1])[0] for one in each]
+        held = [pricer.budgets(one, [512 if size == 2 else 1])[0] for one in each]
         assert held == sorted(held)
     pairs = [dict(zip(options, chosen, strict=True)) for chosen in itertools.product(*options.values())]
-    guessed = sorted(_guessed_s(pair, pricer) for pair in pairs)
+    guessed = sorted(_guessed_s(pair, 512, pricer) for pair in pairs)
     assert found.priced.predicted_s == pytest.approx(guessed[0], rel=0.01)  # settled: with exact tokens
     assert max(found.priced.memory_bytes.values()) <= MEMORY
     groups = length_groups({found.limit: found.text}, world=2, token_budget=found.token_budget)
@@ -51,4 +51,4 @@ def test_no_other_teams_are_faster(pricer, known, names):
 
 def test_the_widest_holds_the_longest_sequence(pricer, known):
     """Of others there are no rounds."""
-    assert best_rounds(candidates(known, NAMES[1]), pricer, known, str) is None
+    assert best_rounds(candidates(known, NAMES[1]), 512, pricer, known, str) is None
