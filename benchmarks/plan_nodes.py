@@ -3,8 +3,7 @@
 Called by `two_nodes.py --plan`; with `rounds` also rounds that each mini-batch chooses for itself. The small Llama of
 borders.py, mini-batches of published lengths (`commoncrawl` or `github`, up to 32,768 tokens there, a sixteenth of that
 here; `rounds` has those of Wikipedia). A device holds as much as the leanest strategy of dp, tp and pp alone, HotSPa's
-space, needs for the longest sequence; for `rounds` as much as the widest team needs, if that is more. All ways take
-turns on the same mini-batches.
+space, needs for the longest sequence. All ways take turns on the same mini-batches.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +41,6 @@ PUBLISHED_LONGEST, SCALE, TINY_SCALE = 32_768, 16, 512
 TOKENS, TINY_TOKENS = 16_384, 512  # of a mini-batch
 ROUNDS, PLANNED = "rounds", "planned set"
 HOTSPA, ALONE = "best of dp, tp, pp alone", "best strategy alone"
-WIDEST = f"cp{WORLD}"  # of the teams
 # How many times as fast as these the first way is to be.
 TARGETS = {
     "commoncrawl": {HOTSPA: 2.0, ALONE: 1.0},
@@ -84,10 +82,7 @@ def choose(name: str, mbit: float, tiny: bool = False, samples: int = 8) -> dict
     mine = [text for text in HOTSPAS if Strategy.parse(text).stages <= depth.layers]
     alone = [candidate(lower, Strategy.parse(text), cluster, depth, problem.anchors) for text in mine]
     memory = min(one.memory(longest).peak_bytes for one in alone) * 102 // 100
-    widest = candidate(lower, Strategy.parse(WIDEST), cluster, depth, problem.anchors)
-    if name == "rounds":
-        memory = max(memory, widest.memory(longest).peak_bytes * 102 // 100)
-    problem = replace(problem, memory_bytes=memory, overlap=True, keep=1)
+    problem = replace(problem, memory_bytes=memory, overlap=True, keep=1, rounds=name == "rounds")
     found = searched(problem, rows)
     pricer = SetPricer(cluster, depth, outlines, batches, memory, packed=problem.packed, overlap=True)
     hotspas = _best_alone(alone, longest, replace(pricer, optimizer_s=optimizer_s(alone[0], cluster)))
@@ -95,11 +90,19 @@ def choose(name: str, mbit: float, tiny: bool = False, samples: int = 8) -> dict
     sets = {PLANNED: found.plans[0], HOTSPA: hotspas, ALONE: found.best_static}
     plans = {what: planned.plan(found, one) for what, one in sets.items()}
     if name == "rounds":
-        groups = pricer.groups([(longest, widest)], settle=True)
-        assert groups is not None
-        mine = PlanGroup(longest, f"rounds({WIDEST})", groups[0].token_budget)
-        plans = {ROUNDS: replace(plans[PLANNED], groups=(mine,)), **plans}
+        assert found.rounds is not None, "no strategy holds the longest sequence on all ranks"
+        mine = PlanGroup(longest, found.rounds.text, found.rounds.token_budget)
+        seconds = {"predicted_s": found.rounds.priced.predicted_s, "lower_bound_s": _nothing_sent_s(alone, batches)}
+        plans = {ROUNDS: replace(plans[PLANNED], groups=(mine,), **seconds), **plans}
     return {what: plan.to_toml() for what, plan in plans.items()}
+
+
+def _nothing_sent_s(candidates: list[Candidate], batches: Sequence[Sequence[int]]) -> float:
+    """Seconds of a mini-batch whose tokens are evenly shared out among replicas that send nothing: what rounds cannot
+    take less than, however much a device holds.
+    """
+    cost = next(one.group_cost for one in candidates if one.strategy.replicas == WORLD)
+    return sum(cost.sequence_s(n) for lengths in batches for n in lengths) / WORLD / len(batches)
 
 
 def _best_alone(candidates: list[Candidate], longest: int, pricer: SetPricer) -> PricedSet:
@@ -174,5 +177,11 @@ def show(found: Mapping[str, Mapping[str, float]], plans: Mapping[str, str], nam
         error = expected / gain - 1
         print(f"{gain:.2f} times as fast as the {what} (target >= {target:g}), predicted {expected:.2f} ({error:+.1%})")
         good &= gain >= target and (what != HOTSPA or abs(error) <= TARGET_ERROR)
+    bound, planned = (parse_plan(plans[what], what) for what in (next(iter(found)), PLANNED))
+    if name == ROUNDS:
+        took = f"the {PLANNED} takes {planned.predicted_s:.3f} s, and rounds take {bound.predicted_s:.3f} s"
+        most = planned.predicted_s / bound.lower_bound_s
+        least = f"no rounds take less than {bound.lower_bound_s:.3f} s, at most {most:.2f} times as fast"
+        print(f"on the mini-batches of the search {took}; {least}")
     print(f"the gain over the {HOTSPA} is to be predicted within {TARGET_ERROR:.0%}")
     return good

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxpar.errors import (
@@ -57,8 +57,8 @@ class LengthGroup:
 
     @property
     def bin_budget(self) -> int:
-        """The most tokens of a bin, of which a micro-batch (of the largest team) may have several of equal length."""
-        return self.token_budget // largest_team(self.strategy).bins
+        """The most tokens of a bin, of which a micro-batch may have several of equal length: of the team with most."""
+        return max(team.token_budget // team.strategy.bins for team in self.teams)
 
     @property
     def in_step(self) -> bool:
@@ -89,10 +89,11 @@ def length_groups(
     limit. A group that it does not name gets as many tokens per rank as the longest group has with one sequence of full
     length per micro-batch, or in each bin of one, but at least its own limit. A rank of a pipeline holds a stages-th of
     the layers, of as many micro-batches as there are stages: pp does not divide the tokens. Of teams side by side it is
-    the budget of the largest one (see `LengthGroup.teams`).
+    the budget of the largest one (see `LengthGroup.teams`). What a strategy says itself, `tokens(N)`, goes first.
 
-    Of `rounds(cp4)` each formation is a group, which takes what its largest team holds with as many tokens per rank as
-    the widest one has. Several may have one limit: the first one takes a sequence, unless another one runs instead.
+    Of `rounds(cp4)` each formation is a group, which takes what one of its teams holds: as many tokens as it says, or
+    as many per rank as the widest one has. Several may have one limit: the first one takes a sequence, unless another
+    one runs instead.
 
     Raises StrategiesTypeError, NoStrategiesError, LengthLimitError, StrategySyntaxError, StrategyWorldsError (a
     strategy that does not take all `world` ranks), TokenBudgetError, UnknownBudgetError.
@@ -114,10 +115,11 @@ def length_groups(
 
 
 def _formation_group(limit: int, strategy: Strategy, budget: int, widest: Strategy) -> LengthGroup:
-    """With as many tokens per rank as `widest` has with this budget."""
+    """With as many tokens per rank as `widest` has with this budget, where a team does not say how many it has."""
     largest, most = largest_team(strategy), largest_team(widest)
-    tokens = max(largest.bins, budget * ranks_of_replica(largest) // ranks_of_replica(most))
-    return LengthGroup(min(limit, tokens // largest.bins), strategy, tokens)
+    tokens = largest.tokens or max(largest.bins, budget * ranks_of_replica(largest) // ranks_of_replica(most))
+    group = LengthGroup(limit, strategy, tokens)
+    return replace(group, limit=min(limit, group.bin_budget))
 
 
 def check_strategies(strategies: object) -> None:
@@ -136,7 +138,8 @@ def check_strategies(strategies: object) -> None:
 def _budget(
     limit: int, strategy: Strategy, parsed: Mapping[int, Strategy], given: int | Mapping[int, int] | None
 ) -> int:
-    budget, largest = given.get(limit) if isinstance(given, Mapping) else given, largest_team(strategy)
+    largest = largest_team(strategy)
+    budget = largest.tokens or (given.get(limit) if isinstance(given, Mapping) else given)
     if budget is None:
         most = max(parsed)
         longest = largest_team(parsed[most])

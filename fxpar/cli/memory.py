@@ -68,13 +68,16 @@ def run_memory(request: MemoryRequest) -> None:
 
 def _asked(request: MemoryRequest) -> tuple[list[Strategy], list[int | None]]:
     """The strategies, and the tokens of a micro-batch of each: formations of rounds have as many per rank as the widest
-    team.
+    team, where they do not say how many themselves.
     """
     strategies, tokens = list[Strategy](), list[int | None]()
     for text in request.strategy_texts:
         found = strategies_of(request.source, [text], request.takes_rounds)
-        ranks = [ranks_of_replica(largest_team(one)) for one in found]
-        tokens += [request.tokens and max(1, request.tokens * mine // ranks[0]) for mine in ranks]
+        largest = list(map(largest_team, found))
+        ranks = ranks_of_replica(largest[0])
+        for one in largest:
+            per_rank = request.tokens and max(1, request.tokens * ranks_of_replica(one) // ranks)
+            tokens.append(one.tokens or per_rank)
         strategies += found
     return strategies, tokens
 

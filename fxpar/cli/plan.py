@@ -29,6 +29,7 @@ from fxpar.search.plan_file import Plan
 from fxpar.search.pricing import PricedSet
 from fxpar.search.problem import Found, Problem
 from fxpar.search.proposals import WORTH
+from fxpar.search.rounds import Rounds
 from fxpar.search.verify import VerifiedPlan, order_of
 
 BAR = 24  # columns of the longest bar
@@ -147,6 +148,7 @@ def _problem(
         keep=max(request.best, request.verify or 0),
         rules=request.rules,
         teams=request.teams,
+        rounds=request.rounds,
     )
 
 
@@ -204,6 +206,7 @@ def document(found: Found, tokens_per_step: int) -> dict[str, Any]:
         "pruned": found.pruned,
         "planned_sets": found.planned_sets,
         "refused": found.refused,
+        "rounds": found.rounds and found.rounds.to_json(),
     }
 
 
@@ -233,6 +236,8 @@ def _show(console: Console, request: PlanRequest, taken: RatedSize) -> None:
     console.print(
         f"\nbest single strategy: {static.strategies[0]}, {human_seconds(static.predicted_s)}{gain}", markup=False
     )
+    if request.rounds:
+        console.print(_rounds(found.rounds), markup=False)
     if problem.rules:
         console.print(_won(found), markup=False)
         console.print(
@@ -251,6 +256,16 @@ def _show(console: Console, request: PlanRequest, taken: RatedSize) -> None:
         whose.setdefault(why, []).append(name)
     for why, names in whose.items():
         console.print(f"refused: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}: {why}", markup=False)
+
+
+def _rounds(found: Rounds | None) -> str:
+    """What to write for the longest sequences."""
+    if found is None:
+        return "rounds of teams: no strategy with one replica on all devices holds the longest sequence"
+    took = human_seconds(found.priced.predicted_s)
+    return (
+        f'rounds of teams: {found.limit} = "{found.text}", token budget {found.token_budget:,}: {took} per mini-batch'
+    )
 
 
 def _won(found: Found) -> str:

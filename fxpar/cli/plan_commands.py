@@ -46,6 +46,7 @@ class PlanRequest:
         False
     )
     teams: Annotated[bool, typer.Option("--teams", help="Search strategies side by side too.")] = False
+    rounds: Annotated[bool, typer.Option("--rounds", help="Search teams for rounds too.")] = False
     rings: Annotated[
         bool, typer.Option("--rings", help="Search rings too, where there are fewer key-value heads than cp needs.")
     ] = False

@@ -9,11 +9,11 @@ packed so that no document is cut), tp (tensor), ep (as rows, with experts cut: 
 (Megatron sequence parallel on the tp axis), zero1 | zero2 | zero3 (optimizer state | + gradients | + parameters sharded
 over dp, cp, ring, rows and ep), remat or remat(...) (recomputation, see `Remat`), offload or offload(0.5) (all, or that
 share, of what the forward saves for the backward goes to the host), chunks(16) (the loss over the vocabulary, in as
-many chunks of tokens), lsh(0.2) (experts see means of similar rows, that share of as many: the result is another),
-capacity(1.25) (an expert gets that many times the mean of rows at most, without the others: another result too). With
-pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see `Pipeline`), cut(layers.3|layers.6) (where stages
-begin). role(tp=name) (what an axis is used for, where another package says so, see `fxpar.annotate.roles`). Rules in
-brackets at the end say what some modules do otherwise (see `fxpar.ir.module_rules`):
+many chunks of tokens), tokens(4096) (of a micro-batch at most), lsh(0.2) (experts see means of similar rows, that share
+of as many: the result is another), capacity(1.25) (an expert gets that many times the mean of rows at most, without the
+others: another result too). With pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see `Pipeline`),
+cut(layers.3|layers.6) (where stages begin). role(tp=name) (what an axis is used for, where another package says so, see
+`fxpar.annotate.roles`). Rules in brackets at the end say what some modules do otherwise (see `fxpar.ir.module_rules`):
 
     dp2.tp4+sp[*.self_attn: cp4; lm_head: tp4]
 
@@ -64,13 +64,14 @@ class Strategy:
 
     Its ranks begin at `offset`, which is not part of the text: a pipeline stage's strategy is written like any other.
     `overrides` maps a glob over parameter FQNs to `S(dim)@tp` or `R@tp`; the first glob that matches wins over what the
-    search would choose. `roles` are axes with the names of their roles, where another package says what an axis
-    is used for. `rules` are what some modules do otherwise. The loss over the vocabulary runs in `chunks` of tokens. Of
-    the bytes that the forward saves for the backward the share `offload` is moved to the host. Experts see the share
-    `lsh` of as many rows, 0: the rows themselves; each sees `capacity` times the mean of rows at most, 0: any number.
-    `by_stage` are the strategies of pipeline stages that are written one by one, each on the ranks behind those of the
-    one before: they then say all of this but `pipeline` and `overrides`, and `axes` is no more than their number.
-    `teams` are strategies side by side, which say all but `overrides`.
+    search would choose. `roles` are axes with the names of their roles, where another package says what an axis is used
+    for. `rules` are what some modules do otherwise. The loss over the vocabulary runs in `chunks` of tokens. Of the
+    bytes that the forward saves for the backward the share `offload` is moved to the host. Experts see the share `lsh`
+    of as many rows, 0: the rows themselves; each sees `capacity` times the mean of rows at most, 0: any number. A
+    micro-batch of a replica has `tokens` at most, 0: as many as whoever plans says. `by_stage` are the strategies of
+    pipeline stages that are written one by one, each on the ranks behind those of the one before: they then say all of
+    this but `pipeline` and `overrides`, and `axes` is no more than their number. `teams` are strategies side by side,
+    which say all but `overrides`.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -88,6 +89,7 @@ class Strategy:
     offload: float = 0.0
     lsh: float = 0.0
     capacity: float = 0.0
+    tokens: int = 0
 
     @classmethod
     def parse(cls, text: str, *, world: int | None = None, overrides: Mapping[str, str] | None = None) -> Strategy:
@@ -312,7 +314,7 @@ class Strategy:
         placing = (rule for rule in self.rules if rule.axes)
         rules = tuple(ModuleRule(rule.glob, rule.axes, rule.sp) for rule in placing)
         by_stage, teams = (tuple(block.placing() for block in blocks) for blocks in (self.by_stage, self.teams))
-        without = replace(self, zero=0, remat=None, offload=0.0, lsh=0.0, capacity=0.0, chunks=1)
+        without = replace(self, zero=0, remat=None, offload=0.0, lsh=0.0, capacity=0.0, chunks=1, tokens=0)
         return replace(without, rules=rules, by_stage=by_stage, teams=teams)
 
     def __str__(self) -> str:
@@ -320,13 +322,13 @@ class Strategy:
             return " | ".join(map(str, self.teams))
         if self.by_stage:
             first, *others = self.by_stage
-            return " > ".join(map(str, [replace(first, pipeline=self.pipeline), *others]))
+            return " > ".join(map(str, [replace(first, pipeline=self.pipeline, tokens=self.tokens), *others]))
         flags = ["sp"] * self.sp + [f"zero{self.zero}"] * (self.zero > 0)
         flags += [str(self.remat)] * (self.remat is not None)
         flags += [share_flag("offload", self.offload)] * (self.offload > 0)
         flags += [f"chunks({self.chunks})"] * (self.chunks > 1) + [share_flag("lsh", self.lsh)] * (self.lsh > 0)
         flags += [share_flag("capacity", self.capacity)] * (self.capacity > 0)
-        flags += self.pipeline.flags()
+        flags += [f"tokens({self.tokens})"] * (self.tokens > 0) + self.pipeline.flags()
         flags += ["role({})".format("|".join(f"{axis}={name}" for axis, name in self.roles))] if self.roles else []
         rules = f"[{'; '.join(map(str, self.rules))}]" if self.rules else ""
         return "+".join([".".join(f"{name}{size}" for name, size in self.axes), *flags]) + rules
@@ -369,7 +371,8 @@ def _parse_part(text: str, part: str) -> Strategy:
     outside, inside = split_rules(part)
     axis_text, *flags = outside.split("+")
     axes, found = parse_axes(text, axis_text), parse_flags(text, flags)
-    found |= {flag: found[flag] or 0.0 for flag in SHARES} | {"chunks": found["chunks"] or 1}
+    nothing = dict[str, Any].fromkeys(SHARES, 0.0) | {"chunks": 1, "tokens": 0}
+    found |= {flag: found[flag] or value for flag, value in nothing.items()}
     strategy = Strategy(axes, **found, rules=() if inside is None else parse_rules(text, inside))
     if strategy.rules:
         strategy.atoms  # noqa: B018  raises where degrees do not fit
@@ -383,8 +386,9 @@ def _of_stages(text: str, written: Sequence[str], parts: Sequence[Strategy]) -> 
         if STAGES in dict(stage.axes):
             raise StrategySyntaxError(text, part, f"what stands between '>' is one stage, without a {STAGES} axis")
         default = "1f1b" in split_rules(part)[0].split("+")  # which a stage without a schedule has too
-        if stage is not parts[0] and (default or stage.pipeline != _UNSTAGED):
-            raise StrategySyntaxError(text, part, "a schedule and cuts are of all stages; write them with the first")
+        if stage is not parts[0] and (default or stage.pipeline != _UNSTAGED or stage.tokens):
+            why = "a schedule, cuts and tokens(...) are of all stages; write them with the first"
+            raise StrategySyntaxError(text, part, why)
         if stage is not parts[-1] and stage.most_chunks > 1:
             raise StrategySyntaxError(text, part, "the loss is on the last stage; write its chunks there")
         if stage.replicas != parts[0].replicas:
@@ -392,5 +396,5 @@ def _of_stages(text: str, written: Sequence[str], parts: Sequence[Strategy]) -> 
             raise StrategySyntaxError(text, part, f"{why}; what cuts the tokens of a replica is {BINS}")
     if parts[0].pipeline.virtual > 1:
         raise StrategySyntaxError(text, written[0], "a stage that is written has one place: 1f1b, gpipe or zb_h1")
-    stages = (replace(parts[0], pipeline=_UNSTAGED), *parts[1:])
-    return Strategy(((STAGES, len(parts)),), pipeline=parts[0].pipeline, by_stage=stages)
+    stages = (replace(parts[0], pipeline=_UNSTAGED, tokens=0), *parts[1:])
+    return Strategy(((STAGES, len(parts)),), pipeline=parts[0].pipeline, tokens=parts[0].tokens, by_stage=stages)

@@ -15,14 +15,27 @@ from fxpar.ir.remat import REMAT, Remat, parse_remat
 
 MOST_RANKS = 2**20  # more are a slip of the finger
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
-FLAGS = ("sp", "zero1", "zero2", "zero3", "remat", *SHARES, "chunks", *SCHEDULES, "cut", "role")
+FLAGS = ("sp", "zero1", "zero2", "zero3", "remat", *SHARES, "chunks", "tokens", *SCHEDULES, "cut", "role")
 MOST_CHUNKS = 64  # each is a copy of the loss in the graph
+MOST_TOKENS = 2**31 - 1  # of a micro-batch
 RULE_FLAGS = ("sp", "zero0", "zero1", "zero2", "zero3", "remat", *SHARES, "chunks")
 _AXIS = re.compile(r"([a-z]+)([0-9]{1,9})")
 _SCHEDULE = re.compile(r"(gpipe|1f1b|zb_h1|interleaved_1f1b)(?:\((\d+)\))?")
-_CHUNKS = re.compile(r"chunks(?:\((.*)\))?", re.DOTALL)
+_COUNT = re.compile(r"(chunks|tokens)(?:\((.*)\))?", re.DOTALL)
 _SHARED = re.compile(rf"({'|'.join(SHARES)})(?:\((.*)\))?", re.DOTALL)
 _SHARES = {"offload": ("is saved", "offload(0.5)"), "lsh": ("experts are given", "lsh(0.2)")}
+_COUNTS = {
+    "chunks": (
+        "write in how many chunks of tokens the loss runs, such as chunks(16)",
+        MOST_CHUNKS,
+        f"the loss runs in 1 to {MOST_CHUNKS} chunks of tokens",
+    ),
+    "tokens": (
+        "write how many tokens a micro-batch has at most, such as tokens(4096)",
+        MOST_TOKENS,
+        f"a micro-batch has from 1 to {MOST_TOKENS:,} tokens",
+    ),
+}
 _SHARE = re.compile(r"1|1\.0{1,9}|0?\.[0-9]{1,9}", re.ASCII)
 _TIMES = re.compile(r"[0-9]{1,4}(?:\.[0-9]{1,9})?", re.ASCII)
 _CUT = re.compile(r"cut\((.*)\)", re.DOTALL)
@@ -99,8 +112,9 @@ def _parse_rule(text: str, part: str, glob: str, axes: Axes, flags: list[str]) -
     found = parse_flags(text, [flag for flag in flags if not re.fullmatch("zero[0-3]", flag)], RULE_FLAGS)
     if len(zero) > 1:
         raise StrategySyntaxError(text, part, "one ZeRO level at a time")
-    if any(_SCHEDULE.fullmatch(flag) or _CUT.fullmatch(flag) or _ROLES.fullmatch(flag) for flag in flags):
-        raise StrategySyntaxError(text, part, "a schedule, cuts and role(...) are of all modules; write them in front")
+    if found["tokens"] or any(pattern.fullmatch(flag) for flag in flags for pattern in (_SCHEDULE, _CUT, _ROLES)):
+        why = "a schedule, cuts, tokens(...) and role(...) are of all modules; write them in front"
+        raise StrategySyntaxError(text, part, why)
     if found["sp"] and not axes:
         raise StrategySyntaxError(text, part, "sp goes with axes, such as tp4+sp")
     remat = found["remat"]
@@ -138,7 +152,7 @@ def parse_flags(text: str, flags: list[str], known: Sequence[str] = FLAGS) -> di
     """The fields of a strategy that flags say; `known` are those that an error lists."""
     zero, sp = 0, False
     remats: list[Remat | None] = []
-    chunks: list[int] = []
+    counts: dict[str, list[int]] = {"chunks": [], "tokens": []}
     shares: dict[str, list[float]] = {flag: [] for flag in SHARES}
     schedules: list[Pipeline] = []
     cuts: list[tuple[str, ...]] = []
@@ -158,8 +172,8 @@ def parse_flags(text: str, flags: list[str], known: Sequence[str] = FLAGS) -> di
             remats.append(parse_remat(text, flag, match[1]))
         elif match := _SHARED.fullmatch(flag):
             shares[match[1]].append(_parse_share(text, flag, match[1], match[2]))
-        elif match := _CHUNKS.fullmatch(flag):
-            chunks.append(_parse_chunks(text, flag, match[1]))
+        elif match := _COUNT.fullmatch(flag):
+            counts[match[1]].append(_parse_count(text, flag, *match.groups()))
         elif match := _SCHEDULE.fullmatch(flag):
             schedules.append(_parse_schedule(text, flag, match[1], match[2]))
         elif match := _CUT.fullmatch(flag):
@@ -174,8 +188,8 @@ def parse_flags(text: str, flags: list[str], known: Sequence[str] = FLAGS) -> di
         else:
             why = f"unknown flag {flag!r}{nearest(flag, known) or '.'} Flags are {', '.join(known)}"
             raise StrategySyntaxError(text, flag, why)
-    given_once = {"a schedule": schedules, "flag 'chunks'": chunks, "flag 'cut'": cuts, "flag 'role'": roles}
-    given_once |= {f"flag {flag!r}": given for flag, given in shares.items()}
+    given_once = {"a schedule": schedules, "flag 'cut'": cuts, "flag 'role'": roles}
+    given_once |= {f"flag {flag!r}": given for flag, given in {**shares, **counts}.items()}
     for name, given in given_once.items():
         if len(given) > 1:
             raise StrategySyntaxError(text, text, f"{name} is given twice")
@@ -184,18 +198,19 @@ def parse_flags(text: str, flags: list[str], known: Sequence[str] = FLAGS) -> di
         "zero": zero,
         "sp": sp,
         "remat": remats[0] if remats else None,
-        **{flag: given[0] if given else None for flag, given in shares.items()},
-        "chunks": chunks[0] if chunks else None,
+        **{flag: given[0] if given else None for flag, given in {**shares, **counts}.items()},
         "pipeline": pipeline,
         "roles": roles[0] if roles else (),
     }
 
 
-def _parse_chunks(text: str, flag: str, inside: str | None) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", inside or "", re.ASCII):
-        raise StrategySyntaxError(text, flag, "write in how many chunks of tokens the loss runs, such as chunks(16)")
-    if not 1 <= int(inside or "") <= MOST_CHUNKS:
-        raise StrategySyntaxError(text, flag, f"the loss runs in 1 to {MOST_CHUNKS} chunks of tokens")
+def _parse_count(text: str, flag: str, name: str, inside: str | None) -> int:
+    """The whole number of `chunks(16)` or `tokens(4096)`."""
+    what, most, wrong = _COUNTS[name]
+    if not re.fullmatch(r"[0-9]{1,10}", inside or "", re.ASCII):
+        raise StrategySyntaxError(text, flag, what)
+    if not 1 <= int(inside or "") <= most:
+        raise StrategySyntaxError(text, flag, wrong)
     return int(inside or "")
 
 

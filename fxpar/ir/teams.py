@@ -4,16 +4,19 @@ the formations of rounds, all teams that the ranks of a strategy can be cut into
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from fxpar.errors import StrategySyntaxError, TeamsGatherError
 from fxpar.ir.axes import BINS, REPLICAS, ROLE_AXES, USES
+from fxpar.ir.module_rules import split_outside
 from fxpar.ir.strategy import SINGLE, Strategy
 
-MOST_PARTS = 8  # of the ranks, that rounds have teams of: 10 formations
-_ROUNDS = re.compile(r"\s*rounds\(([^,]*)(?:,\s*([0-9]{1,4})\s*)?\)\s*", re.DOTALL)
+MOST_FORMATIONS = 16  # of rounds, as each is lowered and bound: up to 8 parts of a power of two ranks make 10
+_ROUNDS = re.compile(r"\s*rounds\((.*)\)\s*", re.DOTALL)
 
 
 def ranks_of_replica(strategy: Strategy) -> int:
@@ -27,13 +30,13 @@ def largest_team(strategy: Strategy) -> Strategy:
 
 
 def team_budgets(strategy: Strategy, tokens: int) -> tuple[int, ...]:
-    """Tokens of a micro-batch of each team, where the largest one's has so many: as many per rank."""
+    """Tokens of a micro-batch of each team, where the largest one's has so many: see `team_budget`."""
     return tuple(team_budget(strategy, team, tokens) for team in strategy.teams)
 
 
 def team_budget(strategy: Strategy, team: Strategy, tokens: int) -> int:
-    """That of one of the teams."""
-    return max(team.bins, tokens * ranks_of_replica(team) // ranks_of_replica(largest_team(strategy)))
+    """What a team says itself, or as many per rank as the largest one has."""
+    return team.tokens or max(team.bins, tokens * ranks_of_replica(team) // ranks_of_replica(largest_team(strategy)))
 
 
 def in_step(strategy: Strategy) -> bool:
@@ -65,23 +68,41 @@ def lowered_for(strategy: Strategy, number: int) -> Strategy:
 
 
 def formations(choice: Strategy | str) -> tuple[Strategy, ...]:
-    """The strategies that a group may run under: the one that `choice` is, or all of `rounds(cp8)`, `rounds(cp8, 2)`.
+    """The strategies that a group may run under: the one that `choice` is, or all of `rounds(...)`: the ways to cut the
+    ranks of the widest team into teams. Those with a widest team come first.
 
-    Those are the ways to cut its ranks into teams of a power of two, of at least as many ranks as the second number
-    says (default 1). A team is the strategy on fewer ranks: its axes are cut from the outermost on. Teams stand in
-    descending order, so each begins at a multiple of its size; equal ones are written as replicas. The widest team's
-    formation is the first.
+    `rounds(cp8)`, `rounds(cp8, 2)`: a team is that strategy on a power of two ranks, at least so many as the second
+    number says (default 1); its axes are cut from the outermost on. `rounds(cp2.tp2+sp, tp2+sp+chunks(2), dp1+remat)`:
+    a team runs one of these, whatever they are, on as many ranks as it has. Of several with equally many ranks, teams
+    of a formation run the same one.
 
-    Raises StrategySyntaxError for other texts, for axes that do not stay inside of a replica, and for too many parts.
+    Teams stand in descending order and their sizes divide each other, so each begins at a multiple of its size; equal
+    ones are written as replicas, pipelines one by one.
+
+    Raises StrategySyntaxError for other texts, for a single strategy with axes that do not stay inside of a replica,
+    for several that are no teams, and for too many formations.
     """
     if isinstance(choice, Strategy):
         return (choice,)
     found = _ROUNDS.fullmatch(choice) if isinstance(choice, str) else None
     if found is None:
         return (Strategy.parse(choice),)
-    widest, least = Strategy.parse(found[1]), int(found[2] or 1)
-    _check_rounds(choice, widest, least)
-    return tuple(_formation(widest, teams) for teams in _partitions(widest.world, widest.world, least))
+    first, *others = map(str.strip, split_outside(found[1], ","))
+    if not others or (len(others) == 1 and others[0].isdecimal()):
+        widest, least = Strategy.parse(first), int(others[0] if others else 1)
+        _check_axes(choice, widest, least)
+        by_size = {size: [_narrowed(widest, size)] for size in _halves(widest.world, least)}
+    else:
+        by_size = _by_size(choice, [Strategy.parse(text) for text in (first, *others)])
+    made = tuple(itertools.islice(_formations(by_size), MOST_FORMATIONS + 1))
+    if len(made) > MOST_FORMATIONS:
+        sizes = ", ".join(map(str, by_size))
+        why = (
+            f"teams of {sizes} ranks make more than {MOST_FORMATIONS} formations, and every formation is prepared; "
+            f"{_fewer(by_size) if len(others) < 2 else 'name fewer strategies'}"
+        )
+        raise StrategySyntaxError(choice, choice, why)
+    return made
 
 
 def is_rounds(text: str) -> bool:
@@ -96,18 +117,8 @@ def replicas_of_ranks(widest: Strategy, sizes: Iterable[int]) -> dict[int, Strat
     found = {}
     for size in sizes:
         _check_axes(str(widest), widest, size)
-        found[size] = _team(widest, size, widest.world // size)
+        (found[size],) = _copies(_narrowed(widest, size), widest.world // size)
     return found
-
-
-def _check_rounds(text: str, widest: Strategy, least: int) -> None:
-    _check_axes(text, widest, least)
-    if widest.world > MOST_PARTS * least:
-        why = (
-            f"teams of {least} of {widest.world} ranks are more than {MOST_PARTS} parts, and every formation is "
-            f"prepared; write rounds({widest}, {widest.world // MOST_PARTS})"
-        )
-        raise StrategySyntaxError(text, text, why)
 
 
 def _check_axes(text: str, widest: Strategy, least: int) -> None:
@@ -122,29 +133,69 @@ def _check_axes(text: str, widest: Strategy, least: int) -> None:
         raise StrategySyntaxError(text, text, why)
 
 
-def _partitions(ranks: int, most: int, least: int) -> Iterator[tuple[int, ...]]:
-    """The powers of two, from `most` down to `least`, that add up to `ranks`; largest first."""
+def _halves(ranks: int, least: int) -> list[int]:
+    """From so many ranks down to the least, half as many each."""
+    return [ranks >> power for power in range(ranks.bit_length()) if ranks >> power >= least]
+
+
+def _by_size(text: str, written: Sequence[Strategy]) -> dict[int, list[Strategy]]:
+    """Strategies by how many ranks they have, most first."""
+    by_size: dict[int, list[Strategy]] = {}
+    for one in sorted(dict.fromkeys(written), key=lambda one: -one.world):
+        if one.teams or one.replicas > 1:
+            raise StrategySyntaxError(text, str(one), f"a team is one replica, without teams and {REPLICAS} axes")
+        by_size.setdefault(one.world, []).append(one)
+    for wide, narrow in pairwise(by_size):
+        if wide % narrow:
+            why = f"its {narrow} ranks do not divide the {wide} of {by_size[wide][0]}"
+            raise StrategySyntaxError(text, str(by_size[narrow][0]), f"{why}; every size divides the next larger one")
+    return by_size
+
+
+def _fewer(by_size: Mapping[int, Sequence[Strategy]]) -> str:
+    """What to write for the smallest teams that make few enough formations."""
+    for least in sorted(by_size):
+        enough = {size: strategies for size, strategies in by_size.items() if size >= least}
+        if len(list(itertools.islice(_formations(enough), MOST_FORMATIONS + 1))) <= MOST_FORMATIONS:
+            return f"write rounds({by_size[max(by_size)][0]}, {least})"
+    raise AssertionError("the widest alone is one formation")
+
+
+def _formations(by_size: Mapping[int, Sequence[Strategy]]) -> Iterator[Strategy]:
+    """Each way to cut the ranks of the widest, under each choice of strategies for the sizes that it has."""
+    for cut in _partitions(max(by_size), list(by_size)):
+        sizes = list(dict.fromkeys(cut))
+        for chosen in itertools.product(*(by_size[size] for size in sizes)):
+            pairs = zip(chosen, map(cut.count, sizes), strict=True)
+            teams = tuple(team for one, count in pairs for team in _copies(one, count))
+            yield teams[0] if len(teams) == 1 else Strategy((), teams=teams)
+
+
+def _partitions(ranks: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The ways to make so many ranks of these sizes, which descend; largest first."""
     if ranks == 0:
         yield ()
-    while most >= least and ranks:
-        if most <= ranks:
-            for rest in _partitions(ranks - most, most, least):
-                yield (most, *rest)
-        most //= 2
+    for place, size in enumerate(sizes):
+        if 0 < size <= ranks:
+            for rest in _partitions(ranks - size, sizes[place:]):
+                yield (size, *rest)
 
 
-def _formation(widest: Strategy, teams: tuple[int, ...]) -> Strategy:
-    parts = tuple(_team(widest, size, teams.count(size)) for size in dict.fromkeys(teams))
-    return parts[0] if len(parts) == 1 else Strategy((), teams=parts)
+def _copies(one: Strategy, count: int) -> tuple[Strategy, ...]:
+    """So many teams under the same strategy, as replicas where these are the ranks behind each other."""
+    if count == 1 or one.pipeline_size > 1:
+        return (one,) * count
+    axes = tuple(axis for axis in one.axes if axis[0] != REPLICAS)
+    return (replace(one, axes=((REPLICAS, count), *axes)),)
 
 
-def _team(widest: Strategy, ranks: int, count: int) -> Strategy:
-    """`count` replicas of so many ranks each."""
-    axes: list[tuple[str, int]] = []
+def _narrowed(widest: Strategy, ranks: int) -> Strategy:
+    """The strategy on fewer ranks, with as many tokens on each."""
+    axes, left = list[tuple[str, int]](), ranks
     for name, degree in reversed(widest.axes):
-        mine = min(degree, ranks)
-        ranks //= mine
+        mine = min(degree, left)
+        left //= mine
         axes = [(name, mine), *axes] if mine > 1 else axes
-    axes = [(REPLICAS, count), *axes] if count > 1 else axes
     sp = widest.sp and any(USES[name] == "weights" for name, _ in axes)
-    return replace(widest, axes=tuple(axes) or SINGLE.axes, sp=sp)
+    tokens = widest.tokens * ranks // widest.world
+    return replace(widest, axes=tuple(axes) or SINGLE.axes, sp=sp, tokens=tokens)

@@ -38,7 +38,7 @@ class LowerAlike:
 
     def _in_front(self, strategy: Strategy, passes: list[GraphPass]) -> AnnotatedGraph:
         """A graph of one's own."""
-        key = replace(strategy, remat=None, offload=0.0, chunks=1)
+        key = replace(strategy, remat=None, offload=0.0, chunks=1, tokens=0)
         if key not in self._reached:
             check_strategy(self.logical, strategy)
             self._reached[key] = run_passes(self.logical, key, passes, None, verified=False)[0]

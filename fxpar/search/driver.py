@@ -8,6 +8,7 @@ sets         dynamic programming over the limits of groups; the best guesses are
              with their switches and reductions, until no other set can be faster
 pipelines    those of the best sets are tried under zb_h1, which waits less and keeps more, and with a whole loss
 teams        if they may be, the best wide replicas beside the best narrow ones are strategies too
+rounds       if they are asked for, which strategies the teams of each size should run, see `fxpar.search.rounds`
 rules        the best set and the best single strategy are tried with rules per module and with stages that differ, see
              `fxpar.search.ruled`
 bound        each mini-batch cut at its own best limits, without borders and rests: no set without rules takes less.
@@ -36,6 +37,7 @@ from fxpar.search.price import Lower, Priced, optimizer_s
 from fxpar.search.pricing import PricedSet, SetPricer, different, guessed_border_s
 from fxpar.search.problem import Found, Problem
 from fxpar.search.proposals import Chosen
+from fxpar.search.rounds import Rounds, best_rounds
 from fxpar.search.ruled import RuleSearch
 from fxpar.search.sets import Groups, RankedSet, ranked_sets
 from fxpar.search.space import FASTER_SCHEDULE, SAVINGS, also_tried, rescheduled, with_savings, without_stages
@@ -170,7 +172,11 @@ class _Search:
             refused=dict(self.known.refused),
             search_cpu_s=time.process_time() - begun,
             ruled=self.rules.lowered,
+            rounds=self._rounds() if self.problem.rounds else None,
         )
+
+    def _rounds(self) -> Rounds | None:
+        return best_rounds(self.candidates, self.problem.longest, self.pricer, self.known, self.said)
 
     def _bound_with_rules(self) -> float:
         """Seconds of a mini-batch that no set undercuts, one with rules if these are searched."""

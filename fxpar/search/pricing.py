@@ -123,8 +123,12 @@ class SetPricer:
 
     def _budget(self, limit: int, one: Priced, shared_bytes: int, settle: bool = False) -> int | None:
         """`shared_bytes` are those of weights, and what else the set reserves beyond this strategy."""
-        least = _least(limit, one)
-        most = max(least, self.largest) if self.packed else least
+        least, said = _least(limit, one), largest_team(one.strategy).tokens
+        if said:
+            if said < least:
+                return None
+            least = said
+        most = max(least, self.largest) if self.packed and not said else least
         if self.memory_bytes is None:
             return most
         room = self.memory_bytes - one.stays.stays_bytes - shared_bytes

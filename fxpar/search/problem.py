@@ -9,6 +9,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.search.known import KnownModel
 from fxpar.search.price import Depth, Lower
 from fxpar.search.pricing import PricedSet
+from fxpar.search.rounds import Rounds
 from fxpar.search.switching import Outlines
 
 
@@ -28,6 +29,7 @@ class Problem:
     keep: int = 3
     rules: bool = False
     teams: bool = False
+    rounds: bool = False
 
     @property
     def anchors(self) -> tuple[int, int]:
@@ -48,7 +50,8 @@ class Problem:
 class Found:
     """The best sets, best first; the best single strategy; the seconds that no set can undercut, with rules where these
     are searched; those that no set without rules can, and the best of these; what was looked at. `refused` are
-    strategies that the model cannot be lowered to, and why.
+    strategies that the model cannot be lowered to, and why. `rounds` are the best teams that each mini-batch chooses
+    rounds of, where these were asked for and some hold the longest sequence.
     """
 
     plans: tuple[PricedSet, ...]
@@ -62,6 +65,7 @@ class Found:
     refused: dict[str, str]
     search_cpu_s: float
     ruled: int = 0  # strategies with rules that were lowered for a set
+    rounds: Rounds | None = None
 
     @property
     def won(self) -> float:

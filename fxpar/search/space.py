@@ -93,12 +93,12 @@ def placed_alike(strategy: Strategy) -> Strategy:
     if strategy.teams:
         return replace(strategy, teams=tuple(map(placed_alike, strategy.teams)))
     if strategy.by_stage:
-        alike = replace(strategy, by_stage=tuple(map(placed_alike, strategy.by_stage)))
+        alike = replace(strategy, tokens=0, by_stage=tuple(map(placed_alike, strategy.by_stage)))
         return replace(alike, pipeline=replace(strategy.pipeline, schedule="1f1b"))
     pipeline = strategy.pipeline if strategy.pipeline.virtual > 1 else replace(strategy.pipeline, schedule="1f1b")
     placing = [rule for rule in strategy.rules if rule.axes or rule.zero is not None]
     rules = tuple(replace(rule, remat=None, offload=None, lsh=None, chunks=None) for rule in placing)
-    return replace(strategy, remat=None, offload=0.0, lsh=0.0, chunks=1, pipeline=pipeline, rules=rules)
+    return replace(strategy, remat=None, offload=0.0, lsh=0.0, chunks=1, tokens=0, pipeline=pipeline, rules=rules)
 
 
 def rescheduled(strategy: Strategy) -> Strategy | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 from hypothesis import example, given
@@ -175,6 +175,21 @@ def test_budgets_are_those_of_the_largest_team():
         length_groups({100: "cp4 | cp2 | dp1"}, world=7, token_budget=99)
 
 
+def test_a_team_may_say_how_many_tokens_it_has():
+    """Then it holds longer sequences than its ranks would, and so does the formation."""
+    text = "rounds(cp2.tp2+tokens(100), tp2+tokens(70), dp1+remat+tokens(90))"
+    groups = length_groups({80: text}, world=4, token_budget=95)  # what is written goes first
+    found = {str(g.strategy): (g.limit, [(t.limit, t.token_budget) for t in g.teams]) for g in groups}
+    assert found == {
+        "dp2.tp2+tokens(70)": (70, [(70, 70)]),
+        "cp2.tp2+tokens(100)": (80, [(80, 100)]),
+        "tp2+tokens(70) | dp2+remat+tokens(90)": (80, [(70, 70), (80, 90)]),
+        "dp4+remat+tokens(90)": (80, [(80, 90)]),
+    }
+    with pytest.raises(TokenBudgetError, match=r"100 of strategy.*at least 101"):
+        length_groups({101: text}, world=4)
+
+
 def test_a_group_beside_teams_is_chosen_by_time():
     """Formations are groups like others: sequences ride in them, and they are merged into others."""
     groups = length_groups({32: "dp4", LIMIT: "cp2 | dp2"}, world=4)
@@ -192,7 +207,8 @@ def test_rules_take_ranks_and_costs_of_their_team():
 
 
 @pytest.mark.parametrize(("formation", "bins"), [("tp4 | rows4", 1), ("rows4 | tp4", 4)])
-def test_bins_are_those_of_the_largest_team(formation, bins):
+def test_a_bin_is_as_long_as_in_the_team_that_holds_most(formation, bins):
     """Whoever moves limits asks whether bins hold them."""
     (group,) = length_groups({LIMIT: formation}, world=8, token_budget=LIMIT * bins)
-    assert group.bin_budget == max(team.limit for team in group.teams) == LIMIT
+    assert group.bin_budget == max(replace(group, limit=LIMIT * bins).teams, key=lambda team: team.limit).limit
+    assert group.bin_budget == LIMIT * bins

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fxpar.batching import length_groups
 from fxpar.cli.plan import _won
 from fxpar.models import load
 from fxpar.runtime.planned import parameters_of
@@ -22,7 +23,8 @@ WORDS = ["plan", "llama", "--world", "2", "--lengths", "github:256", "--tokens-p
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
-    status, text, _ = fxpar(*WORDS, "-o", str(folder / "plan.toml"), "--json", str(folder / "plan.json"))
+    written = "-o", str(folder / "plan.toml"), "--json", str(folder / "plan.json")
+    status, text, _ = fxpar(*WORDS, "--rounds", *written)
     assert status == 0
     return text, read_plan(str(folder / "plan.toml")), json.loads((folder / "plan.json").read_text()), folder
 
@@ -39,6 +41,9 @@ def test_it_shows_what_it_writes(planned):
     assert {"limit", "strategy", "seconds"} <= best["groups"][0].keys()
     assert {"predicted_s", "lower_bound_s", "memory_bytes", "switch_s", "reduce_s"} <= best.keys()
     assert best["lower_bound_s"] <= best["predicted_s"] <= data["best_static"]["predicted_s"]
+    assert data["rounds"]["strategy"] in text
+    groups = length_groups({256: data["rounds"]["strategy"]}, world=2, token_budget=data["rounds"]["token_budget"])
+    assert [group.replicas for group in groups if group.limit == 256][:1] == [1]  # the widest holds the longest
     assert data["speedup"] == data["best_static"]["predicted_s"] / best["predicted_s"]
     assert data["evaluated"] > 2
     assert data["search_cpu_s"] > 0

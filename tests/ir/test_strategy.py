@@ -19,7 +19,7 @@ from fxpar.ir.axes import AXES, BINS
 from fxpar.ir.dist_config import R, Shard
 from fxpar.ir.remat import Remat
 from fxpar.ir.strategy import Strategy
-from fxpar.ir.strategy_text import MOST_CHUNKS, MOST_RANKS, SCHEDULES, Pipeline, parse_override
+from fxpar.ir.strategy_text import MOST_CHUNKS, MOST_RANKS, MOST_TOKENS, SCHEDULES, Pipeline, parse_override
 
 PLACEMENTS = ["S(0)@tp", "S(1)@tp", "R@tp", "S(2)", "R"]
 
@@ -57,10 +57,11 @@ def strategies(draw) -> Strategy:
     flags = draw(st.booleans()), draw(st.integers(0, 3)), tuple(globs.items()), draw(remats())
     assume(math.prod(dict(axes).values()) <= MOST_RANKS)
     pipeline, chunks = draw(pipelines(dict(axes).get("pp", 1))), draw(st.integers(1, MOST_CHUNKS))
+    tokens = draw(st.integers(0, MOST_TOKENS))
     share = st.one_of(st.just(0.0), st.just(1.0), st.integers(1, 10**6).map(lambda share: share / 10**6))
     capacity = st.one_of(st.just(0.0), st.integers(10**6, 10**9).map(lambda capacity: capacity / 10**6))
     shares = {"offload": draw(share), "lsh": draw(share), "capacity": draw(capacity)}
-    return Strategy(axes, *flags, pipeline, chunks=chunks, **shares)
+    return Strategy(axes, *flags, pipeline, chunks=chunks, tokens=tokens, **shares)
 
 
 @given(strategies())
@@ -157,7 +158,7 @@ def test_pipelines(flags, pipeline, stages, printed):
 
 BY_STAGE = [
     ("tp4 > tp2.rows2", 8, [(0, 1, 2, 3), (4, 5, 6, 7)]),
-    ("tp2+sp+zb_h1+cut(a.1|a.2)[*.x: cp2] > dp1 > cp3+zero2+remat+chunks(4)", 6, [(0, 1), (2,), (3, 4, 5)]),
+    ("tp2+sp+tokens(64)+zb_h1+cut(a.1|a.2)[*.x: cp2] > dp1 > cp3+zero2+remat+chunks(4)", 6, [(0, 1), (2,), (3, 4, 5)]),
     ("dp2.tp2 > tp3.dp2", 10, [(0, 1, 2, 3), (4, 5, 6, 7, 8, 9)]),
 ]
 
@@ -306,6 +307,11 @@ SYNTAX = [
     ("tp2+chunks(-2)", "'chunks(-2)'", "write in how many chunks"),
     ("tp2+chunks(\u0662)", "'chunks(\u0662)'", "write in how many chunks"),  # a digit, but none of ASCII
     ("tp2+chunks(2)+chunks(2)", "'tp2+chunks(2)+chunks(2)'", "flag 'chunks' is given twice"),
+    ("tp2+tokens", "'tokens'", "write how many tokens a micro-batch has at most, such as tokens(4096)"),
+    ("tp2+tokens(0)", "'tokens(0)'", "a micro-batch has from 1 to 2,147,483,647 tokens"),
+    ("tp2+tokens(2)+tokens(2)", "'tp2+tokens(2)+tokens(2)'", "flag 'tokens' is given twice"),
+    ("tp2[a: +tokens(2)]", "'a: +tokens(2)'", "tokens(...) and role(...) are of all modules"),
+    ("tp2 > tp2+tokens(9)", "'tp2+tokens(9)'", "a schedule, cuts and tokens(...) are of all stages"),
     ("tp2+chunk(2)", "'chunk(2)'", "did you mean 'chunks'?"),
     ("pp2+1f1", "'1f1'", "unknown flag '1f1'; did you mean '1f1b'?"),
     ("pp2+gpip", "'gpip'", "did you mean 'gpipe'?"),
@@ -328,9 +334,17 @@ SYNTAX = [
     ("tp2 >", "'>'", "a pipeline stage stands on each side of it"),
     ("tp2 > pp2", "'pp2'", "what stands between '>' is one stage, without a pp axis"),
     ("dp2 > dp3", "'dp3'", "all stages have as many replicas, the first one 2 and this one 3"),
-    ("tp2 > tp2+gpipe", "'tp2+gpipe'", "a schedule and cuts are of all stages; write them with the first"),
-    ("tp2+gpipe > tp2+1f1b", "'tp2+1f1b'", "a schedule and cuts are of all stages; write them with the first"),
-    ("tp2 > tp2+cut(a)", "'tp2+cut(a)'", "a schedule and cuts are of all stages; write them with the first"),
+    ("tp2 > tp2+gpipe", "'tp2+gpipe'", "cuts and tokens(...) are of all stages; write them with the first"),
+    (
+        "tp2+gpipe > tp2+1f1b",
+        "'tp2+1f1b'",
+        "a schedule, cuts and tokens(...) are of all stages; write them with the first",
+    ),
+    (
+        "tp2 > tp2+cut(a)",
+        "'tp2+cut(a)'",
+        "a schedule, cuts and tokens(...) are of all stages; write them with the first",
+    ),
     ("tp2+cut(a|b) > tp2", "'cut(a|b)'", "2 stages have 1 cuts, not 2"),
     ("tp2+interleaved_1f1b > tp2", "'tp2+interleaved_1f1b'", "a stage that is written has one place"),
     ("tp2+chunks(2) > tp2", "'tp2+chunks(2)'", "the loss is on the last stage; write its chunks there"),

@@ -44,6 +44,26 @@ def test_a_team_is_the_strategy_on_fewer_ranks():
     assert [str(one) for one in formations("rounds(tp2+sp)")] == ["tp2+sp", "dp2"]
 
 
+def test_narrower_teams_have_as_many_tokens_per_rank():
+    assert [str(one) for one in formations("rounds(cp4+tokens(100), 2)")] == ["cp4+tokens(100)", "dp2.cp2+tokens(50)"]
+
+
+def test_teams_run_what_is_written():
+    """Each size has the strategies that are written for it, and equal teams of a formation run the same one."""
+    written = "tp2+sp+chunks(2)+tokens(90)", "cp2.tp2[*.mlp: cp4]", "tp2 > dp1 > dp1", "dp1+remat", "cp2"
+    names = [str(one) for one in formations(f"rounds({', '.join(written)})")]
+    assert names == [
+        "cp2.tp2[*.mlp: cp4]",
+        "tp2 > dp1 > dp1",
+        "dp2.tp2+sp+chunks(2)+tokens(90)",
+        "dp2.cp2",
+        "tp2+sp+chunks(2)+tokens(90) | dp2+remat",
+        "cp2 | dp2+remat",
+        "dp4+remat",
+    ]
+    assert [str(one) for one in formations("rounds(tp6, pp3)")] == ["tp6", "pp3 | pp3"]
+
+
 def test_other_strategies_are_what_they_are():
     strategy = Strategy.parse("cp2 | dp2")
     assert formations(strategy) == formations("cp2 | dp2") == (strategy,)
@@ -60,6 +80,13 @@ def test_other_strategies_are_what_they_are():
         ("rounds(cp4, 3)", "powers of two"),
         ("rounds(cp4, 8)", "powers of two up to 4"),
         ("rounds(cp16)", r"write rounds\(cp16, 2\)"),
+        ("rounds(cp64, 1)", r"write rounds\(cp64, 8\)"),
+        ("rounds(cp16, ep4, rows4, tp4, cp4, dp1)", "name fewer strategies"),
+        ("rounds(cp4, dp2)", "dp2.*one replica"),
+        ("rounds(cp4, cp2 | cp2)", "without teams"),
+        ("rounds(cp4, tp3)", "3 ranks do not divide the 4 of cp4"),
+        ("rounds(cp4, 2, 1)", "an axis is"),
+        ("rounds(cp4, )", "an axis is"),
         ("rounds(cq4)", "cq4"),
         ("rounds(cp4", "an axis is"),
     ],

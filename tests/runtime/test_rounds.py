@@ -7,19 +7,26 @@ from typing import Any
 
 import pytest
 
+from fxpar.ir.teams import formations
 from fxpar.runtime.engine import Replanned
 from fxpar.runtime.forked import run_forked
 from tests.repeat import examples
 from tests.runtime.hot import largest_error, one_device, parallel, precompile, sequences, shallow
 
-STRATEGIES = {192: "rounds(cp4)"}
+WRITTEN = ("cp2.tp2+sp", "tp2+sp+chunks(2)+tokens(100)", "dp1+remat+tokens(48)[head: +chunks(2)]")
+STRATEGIES = {"cut from one": {192: "rounds(cp4)"}, "written": {192: f"rounds({', '.join(WRITTEN)})"}}
 LENGTHS = (5, 60, 33, 17, 130, 8, 90, 12, 45, 2, 21, 7, 30)
-PLANS = min(20, examples(40))  # eight by day
+PLANS = min(20, examples(30))  # six by day, of each
+Steps = list[tuple[list[str], float, dict[str, Any]]]
 
 
-def under_random_plans(rank: int) -> list[tuple[list[str], float, dict[str, Any]]]:
+def under_random_plans(rank: int) -> dict[str, Steps]:
+    return {what: _steps(strategies) for what, strategies in STRATEGIES.items()}
+
+
+def _steps(strategies: dict[int, str]) -> Steps:
     """The same mini-batch with the same weights in different plans: those for random limits, with random costs."""
-    model, batch = parallel(shallow, strategies=STRATEGIES, merge=True), sequences(3, LENGTHS)
+    model, batch = parallel(shallow, strategies=strategies, merge=True), sequences(3, LENGTHS)
     engine, rng, found = model.fxpar_session.engine, random.Random(7), []
     seen: set[str] = set()
     while len(seen) < PLANS:
@@ -40,20 +47,27 @@ def under_random_plans(rank: int) -> list[tuple[list[str], float, dict[str, Any]
 
 @pytest.fixture(scope="module")
 def ran():
-    precompile(shallow, STRATEGIES)
+    for strategies in STRATEGIES.values():
+        precompile(shallow, strategies)
     return run_forked(4, under_random_plans)[0]
 
 
-def test_no_plan_changes_a_gradient(ran):
-    want = one_device(shallow(), [sequences(3, LENGTHS)], clip=None)
-    assert len(ran) == PLANS
-    for _, loss, grads in ran:
+@pytest.fixture(scope="module")
+def want():
+    return one_device(shallow(), [sequences(3, LENGTHS)], clip=None)
+
+
+@pytest.mark.parametrize("what", STRATEGIES)
+def test_no_plan_changes_a_gradient(ran, want, what):
+    assert len(ran[what]) == PLANS
+    for _, loss, grads in ran[what]:
         assert loss == pytest.approx(want["losses"][0], rel=1e-12)
         assert largest_error(grads, want["grads"]) <= 1e-10
 
 
-def test_plans_have_all_rounds(ran):
+@pytest.mark.parametrize(("what", "strategies"), STRATEGIES.items())
+def test_plans_have_all_rounds(ran, what, strategies):
     """Several in one mini-batch, and every formation of four ranks in some plan."""
-    rounds = [names for names, *_ in ran]
+    rounds = [names for names, *_ in ran[what]]
     assert max(map(len, rounds)) >= 2
-    assert {name for names in rounds for name in names} == {"cp4", "dp2.cp2", "cp2 | dp2", "dp4"}
+    assert {name for names in rounds for name in names} == set(map(str, formations(strategies[192])))
