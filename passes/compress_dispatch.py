@@ -34,11 +34,13 @@ from torch import fx
 from fxpar.cost.ops import SizesAt, flops
 from fxpar.errors import NothingToCompressError
 from fxpar.flow.expert_rows import PRODUCTS, ExpertRows, expert_rows, layers_of
+from fxpar.ir.dist_config import AxisShard, DistConfig
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, Size, TensorMeta, run_dims
 from fxpar.ir.node_meta import dist_of, fqn_of, local_meta, local_tensor, tensor_of
 from fxpar.ir.pass_base import Tier
 from fxpar.ir.strategy import Strategy
 from fxpar.ops.traits import SIZES
+from fxpar.passes.reshard_to_collectives import steps
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 _SEED = 0  # of the random vectors: the same in every layer, run and machine
@@ -163,7 +165,7 @@ class _Layer:
     def _cluster(self) -> None:
         rows, options = self.rows, self.options
         numbers = TensorMeta(local_tensor(rows.ids).shape, torch.int64)
-        hashed = (rows.x, options.hashes, options.columns, _SEED)
+        hashed = (self._laid(rows.x, dist_of(rows.x), (), rows.y), options.hashes, options.columns, _SEED)
         codes = self._call(own.hash_rows.default, hashed, numbers, rows.y)
         metas = (numbers, TensorMeta((self.few,), torch.int64), self._of_clusters(numbers))
         budget = (self.experts, 2 * options.columns, options.hashes, self.rate, self.least)
@@ -207,8 +209,10 @@ class _Layer:
     # ----------------------------------------------------------------------------------------------- back to the rows
     def _restored(self) -> fx.Node:
         rows = self.rows
-        given = (self.new[rows.y], rows.x, self.new[rows.x], *self.clusters, 1.0 / _terms(rows.y))
+        lies, wanted = dist_of(rows.x), dist_of(rows.y).dims[-1]
         with self.graph.inserting_before(rows.y):
+            x, means = (self._laid(value, lies, wanted, rows.y) for value in (rows.x, self.new[rows.x]))
+            given = (self.new[rows.y], x, means, *self.clusters, 1.0 / _terms(rows.y))
             return self._call(own.cluster_restore.default, given, local_tensor(rows.y), rows.y)
 
     def _spread(self, node: fx.Node) -> fx.Node:
@@ -219,9 +223,24 @@ class _Layer:
             if node is not self.rows.dx[0]:
                 return self._call(own.cluster_mean_backward.default, (made, *self.clusters), many, node)
             assert dy is not None
-            made = self._call(aten.sub.Tensor, (made, self.new[dy]), few, node, alpha=share)
+            lies, wanted = dist_of(dy), dist_of(node).dims[-1]
+            dy, sums = (self._laid(value, lies, wanted, node) for value in (dy, self.new[dy]))
+            made = self._call(aten.sub.Tensor, (made, sums), few, node, alpha=share)
             spread = self._call(own.cluster_mean_backward.default, (made, *self.clusters), many, node)
             return self._call(aten.add.Tensor, (spread, dy), many, node, alpha=share)
+
+    def _laid(self, value: fx.Node, lies: DistConfig, wanted: tuple[AxisShard, ...], like: fx.Node) -> fx.Node:
+        """Rows or means, a whole or a term that is cut in width as in `lies`, as wholes that are cut as wanted. Under
+        tensor parallelism rows may be cut in another way before the experts than behind them; all ranks hash wholes.
+        """
+        apart = ((),) * (len(lies.dims) - 1)  # what ranks have of the rows is their own
+        width = tensor_of(self.rows.x).shape[-1]
+        source, target = replace(lies, dims=(*apart, lies.dims[-1])), replace(lies, dims=(*apart, wanted), partial=())
+        for op, args, dist in steps(source, target, (*(1,) * len(apart), width)):
+            rows = local_tensor(value)
+            meta = TensorMeta((*rows.shape[:-1], dist.local_shape((*(1,) * len(apart), width))[-1]), rows.dtype)
+            value = self._call(op, (value, *args), meta, like)
+        return value
 
     def _give(self, old: fx.Node, new: fx.Node, readers: Sequence[fx.Node]) -> None:
         """Let those outside read `new`, which lies as `old` does."""

@@ -18,7 +18,7 @@ from torch import fx
 from fxpar.errors import ExpertRowsError
 from fxpar.ir import collectives as c
 from fxpar.ir.graph import AnnotatedGraph, Size, TensorMeta
-from fxpar.ir.node_meta import fqn_of, is_backward, is_size, local_meta, local_tensor
+from fxpar.ir.node_meta import fqn_of, is_backward, is_size, local_meta, local_tensor, tensor_of
 from fxpar.ops.traits import is_elementwise
 
 aten, own = torch.ops.aten, torch.ops.fxpar
@@ -76,7 +76,7 @@ def expert_rows(graph: AnnotatedGraph, products: Sequence[fx.Node]) -> ExpertRow
     if [len(begins[False]), len(ends[False])] != [1, 1] or len(begins[True]) > 1:
         raise ExpertRowsError(graph.name, last.name, fqn_of(last), "is one of several that rows of its layer end with")
     x, dy = begins[False][0], next(iter(begins[True]), None)
-    if local_tensor(x) != local_tensor(last):
+    if tensor_of(x) != tensor_of(last):
         raise ExpertRowsError(graph.name, last.name, fqn_of(last), "makes rows of another width or dtype than it gets")
     return ExpertRows(
         min(same), tuple(same), x, last, dy, tuple(ends[True]), tuple(walk.sums), tuple(walk.inside), tuple(walk.beside)
@@ -205,5 +205,7 @@ _DIMS: dict[Any, Any] = {
     **dict.fromkeys((operator.getitem, c.all_reduce), _none),
     c.all_gather: _at(2),
     c.reduce_scatter: _at(3),
+    c.shard: _at(2),
+    c.all_to_all: lambda node: _at(2)(node) + _at(4)(node),
 }
 """What treats each row by itself if the dims that it works on are none of the rows' own."""

@@ -114,7 +114,7 @@ def parts(rows: tuple[dict[str, Tensor], ...], count: int) -> list[dict[str, Ten
     ]
 
 
-def differs(found: Captured, strategy: str, expected: dict[str, Tensor]) -> float:
+def differs(found: Captured, strategy: str | Strategy, expected: dict[str, Tensor]) -> float:
     """The largest relative error of loss and gradients."""
     program = lowered(found, strategy)
     ranks = run_world(program, found.params, found.buffers, found.batches, assign(program.strategy, 2), 1.0)
@@ -138,6 +138,14 @@ def test_as_autograd_over_the_same_clusters(strategy: str) -> None:
     model, found = captured()
     axes, flags, *_ = [*strategy.split("+", 1), ""]
     assert differs(found, f"{axes}+lsh({RATE})" + f"+{flags}" * bool(flags), truth(model, [*found.batches])) < 1e-10
+
+
+@pytest.mark.parametrize("overrides", [{"*.down": "S(2)"}, {"*.up.*": "S(1)"}, {"*.up.*": "S(1)", "*.down": "S(2)"}])
+def test_rows_that_tensor_parallelism_cuts_in_width(overrides: dict[str, str]) -> None:
+    """Behind the experts, before them, or both: ranks agree on clusters."""
+    model, found = captured()
+    strategy = Strategy.parse(f"tp2+sp+lsh({RATE})", overrides=overrides)
+    assert differs(found, strategy, truth(model, [*found.batches])) < 1e-10
 
 
 @pytest.mark.parametrize("strategy", ["cp2"])
