@@ -1,6 +1,6 @@
 """What `lsh(0.2)` costs a small encoder and a small decoder with experts, before and after fine-tuning.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_lsh_quality.py [--steps 150] [--seeds 2] [--rate 0.2] [--tiny]
+    OMP_NUM_THREADS=1 python benchmarks/bench_lsh_quality.py [--steps 100] [--seeds 2] [--only encoder] [--tiny]
 
 Both have three layers of width 64, the middle one with 4 experts of which a token takes 2. They are trained on words of
 the standard library, the decoder to say the next word, the encoder those that are hidden; and then, for half as many
@@ -206,9 +206,10 @@ def priced(strategies: Sequence[str], width: int) -> tuple[float, float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--rate", type=float, default=0.2)
+    parser.add_argument("--only", choices=KINDS)
     parser.add_argument("--tiny", action="store_true", help="a step of a tiny model, to see that it runs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
@@ -220,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"a step of ep4 takes {ratio:.2f} times as long as one of ep4+{flag}, priced at {speed:.3g} Gbit/s", flush=True
     )
     found: dict[str, dict[str, list]] = {kind: {"exact": [], flag: []} for kind in KINDS}
-    for kind in KINDS[1:] if args.tiny else KINDS:
+    for kind in KINDS[1:] if args.tiny else [args.only] if args.only else KINDS:
         for seed in range(seeds):
             for name, runs in found[kind].items():
                 strategy = "dp1" if name == "exact" else f"dp1+{name}"
