@@ -85,19 +85,29 @@ def model_of(width: int, seed: int) -> tuple[nn.Module, Experts]:
 
 
 @functools.cache
-def text(most: int) -> tuple[Tensor, Tensor]:
-    """Numbers of about `most` words of the standard library, and of those that are held out, the end of each file. The
-    rarer words are number 0.
-    """
+def _files(most: int) -> list[list[str]]:
+    """About `most` words of the standard library, by file."""
     files: list[list[str]] = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         files.append(re.findall(r"\w+|[^\w\s]", path.read_text(errors="replace")))
         if sum(map(len, files)) >= most:
             break
-    frequent = [word for word, _ in Counter(itertools.chain(*files)).most_common(WORDS - 1)]
-    numbers = {word: i + 1 for i, word in enumerate(frequent)}
+    return files
+
+
+def frequent_words(most: int) -> list[str]:
+    """WORDS - 1 of them, by how often they are among so many."""
+    return [word for word, _ in Counter(itertools.chain(*_files(most))).most_common(WORDS - 1)]
+
+
+@functools.cache
+def text(most: int) -> tuple[Tensor, Tensor]:
+    """Numbers of about `most` words of the standard library, and of those that are held out, the end of each file. The
+    rarer words are number 0.
+    """
+    numbers = {word: i + 1 for i, word in enumerate(frequent_words(most))}
     found: tuple[list[int], list[int]] = ([], [])
-    for words in files:
+    for words in _files(most):
         border = len(words) * 19 // 20
         for into, part in zip(found, (words[:border], words[border:]), strict=True):
             into.extend(numbers.get(word, 0) for word in part)
@@ -116,23 +126,37 @@ def train(strategy: str, rate: float, seed: int, steps: int, width: int, length:
     """Under a strategy of one rank; the held-out loss per token, exact and compressed, and rates on the way."""
     words, held_out = text(400_000 if steps > 10 else 20_000)
     model, experts = model_of(width, seed)
-    program = lower(capture(model, losses.causal_lm, draw(words, length, 0), dynamic=None), strategy)
-    assert isinstance(program, ExecGraph)
-    weights = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW(weights.values(), lr=2e-3, foreach=False)
-    bound, rates = bind(program, 0, {}), []
-    for step in range(steps):
-        batch = draw(words, length, 1000 * seed + step)
-        if step % LOOKS == 0 or step == steps - 1:
+    step, rates = stepper(model, losses.causal_lm, draw(words, length, 0), strategy), []
+    for number in range(steps):
+        batch = draw(words, length, 1000 * seed + number)
+        if number % LOOKS == 0 or number == steps - 1:
             rates.append(look(model, experts, batch, rate)[1])
-        bound.prepare({fqn: value.detach() for fqn, value in weights.items()}, dict(model.named_buffers()))
-        bound.run(batch, 1.0 / batch["labels"].numel())
-        for fqn, grad in bound.finish()["grads"].items():
-            weights[fqn].grad = grad
-        optimizer.step()
+        step([batch], batch["labels"].numel())
     last = [draw(held_out, length, i) for i in range(16 if steps > 10 else 1)]
     exact, lossy = (statistics.mean(look(model, experts, b, r)[0] for b in last) for r in (None, rate))
     return {"exact": exact, "compressed": lossy, "rates": rates}
+
+
+def stepper(
+    model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batch: Batch, strategy: str
+) -> Callable[[Sequence[Batch], int], None]:
+    """A step of AdamW on micro-batches like `batch`, one after the other on one rank: of the sum of their losses, over
+    so many.
+    """
+    program = lower(capture(model, loss, batch, dynamic=None), strategy)
+    assert isinstance(program, ExecGraph)
+    weights = dict(model.named_parameters())
+    optimizer, bound = torch.optim.AdamW(weights.values(), lr=2e-3, foreach=False), bind(program, 0, {})
+
+    def step(batches: Sequence[Batch], count: int) -> None:
+        bound.prepare({fqn: value.detach() for fqn, value in weights.items()}, dict(model.named_buffers()))
+        for one in batches:
+            bound.run(one, 1.0 / count)
+        for fqn, grad in bound.finish()["grads"].items():
+            weights[fqn].grad = grad
+        optimizer.step()
+
+    return step
 
 
 @torch.no_grad()

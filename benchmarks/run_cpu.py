@@ -47,6 +47,7 @@ PIECES = (
     _piece("ring", "Keys and values that travel", "ring.py --rounds 6"),
     _piece("chunks", "The loss in chunks", "chunks.py"),
     _piece("lsh", "Compressed experts", "lsh.py"),
+    _piece("lsh-quality", "Compressed experts, two models and fine-tuning", "lsh_quality.py"),
     _piece("experts", "Experts on 4 ranks", "experts.py"),
 )
 

@@ -42,13 +42,12 @@ from torch import fx
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.hops import hops_to_experts
+from fxpar.flow.expert_rows import experts_axis
 from fxpar.ir import collectives as c
-from fxpar.ir.axes import EXPERTS
 from fxpar.ir.counts import run_count
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta, run_dims
-from fxpar.ir.node_meta import dists_of, is_backward, is_size, local_meta, local_tensor, wanted_dists
+from fxpar.ir.node_meta import is_backward, is_size, local_meta, local_tensor
 from fxpar.ir.pass_base import Tier, tensor_operands
-from fxpar.ir.strategy import Strategy
 from fxpar.ops import copies
 from fxpar.ops.traits import BY_EXPERT, EXPERT_PRODUCTS_BACKWARD, SIZES
 from fxpar.rules.slots import (
@@ -58,7 +57,6 @@ from fxpar.rules.slots import (
     has_tokens,
     is_by_token,
     ranks_alike,
-    shapes_of,
     source_of_ids,
     walk_rows,
 )
@@ -89,19 +87,6 @@ class ExchangeTokens:
         x, slots = local_tensor(group.members[0].args[0]), int(local_tensor(group.ids).shape[1])  # type: ignore[arg-type]
         nbytes = x.numel(run_dims(graph, dict(self.sizes))) // slots * x.dtype.itemsize
         return hops_to_experts(graph.strategy.mesh, group.axis, self.cluster, slots, group.experts, nbytes)
-
-
-def experts_axis(node: fx.Node, strategy: Strategy) -> str:
-    """The axes, joined by '.', over which the experts of a product are apart and its tokens have not travelled yet; ""
-    for none.
-    """
-    if node.target not in BY_EXPERT or not wanted_dists(node):
-        return ""
-    weight = dists_of(node)[0] if node.target in EXPERT_PRODUCTS_BACKWARD else wanted_dists(node)[1]
-    assert weight is not None
-    atoms = [atom for entry in weight.in_parts(strategy.atoms).dims[0] for atom in entry.axis.split(".")]
-    apart = any(strategy.axis_in(atom, node.meta.get("rule")) == EXPERTS for atom in atoms if atom in strategy.atoms)
-    return ".".join(entry.axis for entry in weight.dims[0]) if apart else ""
 
 
 @dataclass
@@ -386,5 +371,7 @@ class _Exchange:
 
 
 def _width(value: fx.Node) -> int:
-    """Numbers per token."""
-    return math.prod(size if isinstance(size, int) else _MANY for size in shapes_of(value)[0][1:])
+    """Bytes per token."""
+    meta = local_meta(value)
+    first: Any = meta[0] if isinstance(meta, tuple) else meta
+    return first.dtype.itemsize * math.prod(size if isinstance(size, int) else _MANY for size in first.shape[1:])

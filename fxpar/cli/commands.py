@@ -248,6 +248,7 @@ class ExplainRequest:
     ] = None
     passes: Annotated[bool, typer.Option("--passes", help="Also show what passes add for a parameter.")] = False
     top: Annotated[int, typer.Option(min=1, help="Modules to list in the summary.")] = 12
+    cluster: Cluster = None
     json: Json = None
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from fxpar.cli.source import (
     check_placed,
     check_stage,
     from_cache,
+    on_cluster,
     placed_words,
     read_file,
     read_lowered,
@@ -22,6 +23,7 @@ from fxpar.cli.source import (
     read_rows,
     strategies_of,
 )
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import StageNeedsStrategyError, SubjectStageError, UnknownSubjectError
 from fxpar.explain.document import (
     PRICES,
@@ -54,8 +56,9 @@ def run_explain(request: ExplainRequest) -> None:
     notes: list[str] = []
     with working() as status, collected_warnings(notes):
         status.update(f"reading {request.source.model}")
-        graphs = _Graphs(request.source, strategies[0] if strategies else None)
-        asked = {"subject": request.subject, "stage": request.stage, "passes": request.passes}
+        cluster = None if request.cluster is None else ClusterSpec.from_file(request.cluster)
+        graphs = _Graphs(request.source, strategies[0] if strategies else None, cluster)
+        asked = {"subject": request.subject, "stage": request.stage, "passes": request.passes, **on_cluster(cluster)}
         what = {"kind": "explanation", **asked, **placed_words(request.source, graphs.strategy)}
         build = functools.partial(explained, request, graphs)
         document = from_cache(request.source, what, build, graphs.strategy, answer=True)
@@ -68,8 +71,8 @@ def run_explain(request: ExplainRequest) -> None:
 class _Graphs:
     """What MODEL gives, read when it is asked for."""
 
-    def __init__(self, source: GraphSource, strategy: Strategy | None) -> None:
-        self.source = source
+    def __init__(self, source: GraphSource, strategy: Strategy | None, cluster: ClusterSpec | None) -> None:
+        self.source, self.cluster = source, cluster
         self.file: SavedGraph | None = read_file(source) if source.is_file else None
         if isinstance(self.file, AnnotatedGraph | Program):
             check_placed(source, self.file, strategy)
@@ -77,6 +80,8 @@ class _Graphs:
         if strategy is None:
             raise StageNeedsStrategyError("explained")
         check_one_team("fxpar explain", [strategy])
+        if cluster is not None:
+            cluster.require(strategy.world)
         self.strategy = strategy
 
     @property
@@ -94,7 +99,9 @@ class _Graphs:
     @functools.cached_property
     def program(self) -> Program:
         """The lowered graph: that of the file, with the passes that it has not yet been through."""
-        return self.file if isinstance(self.file, Program) else read_lowered(self.source, self.strategy)
+        if isinstance(self.file, Program):
+            return self.file
+        return read_lowered(self.source, self.strategy, cluster=self.cluster)
 
     @functools.cached_property
     def traffic(self) -> tuple[CollectiveTraffic, ...]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # what loads, captures and lowers is imported when the cache 
     import torch
     from torch import Tensor
 
+    from fxpar.cost.cluster import ClusterSpec
     from fxpar.models import LoadedModel
     from fxpar.switch import ParamLayout
     from fxpar.switch.terms import GradientPlacement
@@ -109,10 +110,14 @@ def rows_once(source: GraphSource) -> Callable[[], LogicalGraph]:
 
 
 def read_lowered(
-    source: GraphSource, strategy: Strategy | None, rows: Callable[[], LogicalGraph] | None = None
+    source: GraphSource,
+    strategy: Strategy | None,
+    rows: Callable[[], LogicalGraph] | None = None,
+    cluster: ClusterSpec | None = None,
 ) -> TrainGraph:
     """What the ranks run under `strategy`; None is for a graph file that holds just that. A file of a graph on its way
-    through the passes goes through those that are left. `rows`: `rows_once(source)` of several calls.
+    through the passes goes through those that are left. `rows`: `rows_once(source)` of several calls; `cluster` as in
+    `fxpar.lower`.
 
     Raises StageNeedsStrategyError, GraphFileError (a file of another strategy), the errors of `read_logical` and
     `fxpar.lower`.
@@ -132,9 +137,16 @@ def read_lowered(
     def build() -> TrainGraph:
         from fxpar.lowering import lower
 
-        return lower(rows() if rows else read_rows(source), strategy, storage=storage_dtype(source))
+        given = rows() if rows else read_rows(source)
+        return lower(given, strategy, storage=storage_dtype(source), cluster=cluster)
 
-    return from_cache(source, {"kind": "exec", **placed_words(source, strategy)}, build, strategy)
+    what = {"kind": "exec", **placed_words(source, strategy), **on_cluster(cluster)}
+    return from_cache(source, what, build, strategy)
+
+
+def on_cluster(cluster: ClusterSpec | None) -> dict[str, object]:
+    """What an answer depends on where one is given, for `from_cache`."""
+    return {} if cluster is None else {"cluster": cluster.to_json()}
 
 
 def read_for_store(

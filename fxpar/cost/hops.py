@@ -27,6 +27,21 @@ def hops_to_experts(
     return min(ways, key=lambda way: _seconds(mesh, way, cluster, slots, experts, sent_bytes))
 
 
+def exchange_s(mesh: Mesh, axis: str, cluster: ClusterSpec, slots: int, experts: int, sent_bytes: int) -> Fraction:
+    """Seconds of bringing tokens there, by the way that `hops_to_experts` says."""
+    way = hops_to_experts(mesh, axis, cluster, slots, experts, sent_bytes)
+    return _seconds(mesh, way, cluster, slots, experts, sent_bytes)
+
+
+def between_nodes(mesh: Mesh, axis: str, cluster: ClusterSpec) -> str:
+    """The outer part of `axis` whose places are nodes, or the axis itself where none of its parts stays on a node; ""
+    where all of it does.
+    """
+    if not crosses_nodes(mesh, axis, cluster):
+        return ""
+    return next((outer for outer, inner in _splits(mesh, axis) if not crosses_nodes(mesh, inner, cluster)), axis)
+
+
 def _splits(mesh: Mesh, axis: str) -> Iterator[tuple[str, str]]:
     """An axis in two, with the inner part as large as can be first; joined axes, between two of them."""
     parts = axis.split(".")
@@ -54,4 +69,4 @@ def _seconds(
     return total
 
 
-__all__ = ["hops_to_experts"]
+__all__ = ["between_nodes", "exchange_s", "hops_to_experts"]

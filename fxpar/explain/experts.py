@@ -13,31 +13,43 @@ from fxpar.ir.exec_graph import Program
 from fxpar.ir.fqn import starred
 from fxpar.ir.graph import run_dims
 from fxpar.ir.node_meta import fqn_of, local_tensor
-from fxpar.ops.copies import copies
+from fxpar.ops.copies import copies, own_ids
 
 
 def experts_document(program: Program, found: Sequence[CollectiveTraffic]) -> Document:
     """{"experts": [...]}, a row for each kind of layer, with counts of one rank under balanced routes and sizes of the
     example; nothing where each rank has all experts. `forward_bytes` and `backward_bytes` are what one rank sends to
-    experts and back for one layer and micro-batch.
+    experts and back for one layer and micro-batch; `hops` are the exchanges on the way there, one after the other.
     """
     rows: dict[tuple[Any, ...], Document] = {}
+    for layer in _layers(program):
+        mine = [each for each in found if each.exchanges and each.module == layer["fqn"]]
+        layer["module"] = starred(layer.pop("fqn"))
+        row = rows.setdefault((*layer.values(),), {**layer, "layers": 0, "hops": layer["hops"]})
+        row["layers"] += 1
+        for name, backward in (("forward_bytes", False), ("backward_bytes", True)):
+            row[name] = round(sum(each.wire_bytes for each in mine if each.comm.backward == backward))
+    return {"experts": list(rows.values())} if rows else {}
+
+
+def _layers(program: Program) -> Iterable[Document]:
+    """Each of them, with its hops as a tuple of (ranks, copies of a rank's tokens)."""
     size = SizesAt(run_dims(program)).size
     for placed in program.placed:
-        for node in (node for part in placed.parts.values() for node in part.graph.nodes):
-            if node.target is not copies:
-                continue
+        layer: Document = {}
+        for node in (node for part in placed.parts.values() for node in part.graph.nodes if node.target is copies):
             ids, experts, ranks = node.args
             tokens, slots = local_tensor(ids).shape
-            (sent, _) = node.meta["local"]
-            layer = {"module": starred(fqn_of(node)), "experts": experts, "slots": slots, "ranks": ranks}
-            row = rows.setdefault(tuple(layer.values()), {**layer, "layers": 0})
-            row["layers"] += 1
-            row |= {"tokens": size(tokens), "copies": size(sent.shape[0])}
-            mine = [each for each in found if each.exchanges and each.module == fqn_of(node)]
-            for name, backward in (("forward_bytes", False), ("backward_bytes", True)):
-                row[name] = round(sum(each.wire_bytes for each in mine if each.comm.backward == backward))
-    return {"experts": list(rows.values())} if rows else {}
+            hop = (ranks, size(node.meta["local"][0].shape[0]))
+            if ids.target is own_ids:  # of those that have come, numbered as the experts of a node are
+                layer |= {"ranks": layer["ranks"] * ranks, "copies": hop[1], "hops": (*layer["hops"], hop)}
+                continue
+            if layer:
+                yield layer
+            layer = {"fqn": fqn_of(node), "experts": experts, "slots": slots, "ranks": ranks, "tokens": size(tokens)}
+            layer |= {"copies": hop[1], "hops": (hop,)}
+        if layer:
+            yield layer
 
 
 def experts_text(row: Document) -> str:
@@ -45,9 +57,12 @@ def experts_text(row: Document) -> str:
     layers = f"{row['layers']} layers of " if row["layers"] > 1 else ""
     there, back = (human_bytes(row[name]) for name in ("forward_bytes", "backward_bytes"))
     held = f"{row['experts'] // row['ranks']} of {row['experts']} experts on each of {row['ranks']} ranks"
+    counts = [f"{count:,} copies" for _, count in row["hops"]]
+    if len(counts) > 1:
+        counts = [f"{counts[0]} to {row['hops'][0][0]} nodes, and from there in {counts[1]} to the ranks"]
     return (
         f"{layers}{row['module'] or 'experts'}: {held}, {row['slots']} for a token. If routes are balanced, the "
-        f"{row['tokens']:,} tokens of a rank travel in {row['copies']:,} copies, for which exchange_tokens sends "
+        f"{row['tokens']:,} tokens of a rank travel in {counts[0]}, for which exchange_tokens sends "
         f"{there} per layer in the forward and {back} in the backward"
     )
 

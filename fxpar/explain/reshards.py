@@ -18,9 +18,9 @@ from fxpar.ir.exec_graph import Communication
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta, run_dims
 from fxpar.ir.node_meta import dist_of, dists_of, tensor_of, wanted_dists
 from fxpar.ir.pass_base import tensor_operands
+from fxpar.ir.steps import steps
 from fxpar.ops.traits import is_view
 from fxpar.passes.insert_reshards import InsertReshards
-from fxpar.passes.reshard_to_collectives import steps
 from fxpar.rules.view import resolve
 
 LOCAL = {shard: "slice", partial: "keep on first"}  # steps without traffic

@@ -17,9 +17,20 @@ from torch import fx
 
 from fxpar.errors import ExpertRowsError
 from fxpar.ir import collectives as c
+from fxpar.ir.axes import EXPERTS
 from fxpar.ir.graph import AnnotatedGraph, Size, TensorMeta
-from fxpar.ir.node_meta import fqn_of, is_backward, is_size, local_meta, local_tensor
-from fxpar.ops.traits import is_elementwise
+from fxpar.ir.node_meta import (
+    dists_of,
+    fqn_of,
+    is_backward,
+    is_size,
+    local_meta,
+    local_tensor,
+    tensor_of,
+    wanted_dists,
+)
+from fxpar.ir.strategy import Strategy
+from fxpar.ops.traits import BY_EXPERT, EXPERT_PRODUCTS_BACKWARD, is_elementwise
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 PRODUCTS = (own.expert_mm.default, own.expert_mm_backward.default)
@@ -28,8 +39,8 @@ PRODUCTS = (own.expert_mm.default, own.expert_mm_backward.default)
 @dataclass(frozen=True)
 class ExpertRows:
     """Rows `x` of the experts `ids` (as `same_ids` are too), and `y`, the last product of the forward. `dy` is the
-    gradient of y, None without a backward, `dx` are those of x, as many terms as products read x; `sums` over rows are
-    gradients of weights. What has a value per row on the way is `inside`, with y and dx; what is made of ids and
+    gradient of y, None without a backward, `dx` are those of x, as terms that the graph adds up later; `sums` over rows
+    are gradients of weights. What has a value per row on the way is `inside`, with y and dx; what is made of ids and
     weights alone, such as a bias, `beside`.
     """
 
@@ -42,6 +53,19 @@ class ExpertRows:
     sums: tuple[fx.Node, ...]
     inside: tuple[fx.Node, ...]
     beside: tuple[fx.Node, ...]
+
+
+def experts_axis(node: fx.Node, strategy: Strategy) -> str:
+    """The axes, joined by '.', over which the experts of a product are apart and its tokens have not travelled yet; ""
+    for none.
+    """
+    if node.target not in BY_EXPERT or not wanted_dists(node):
+        return ""
+    weight = dists_of(node)[0] if node.target in EXPERT_PRODUCTS_BACKWARD else wanted_dists(node)[1]
+    assert weight is not None
+    atoms = [atom for entry in weight.in_parts(strategy.atoms).dims[0] for atom in entry.axis.split(".")]
+    apart = any(strategy.axis_in(atom, node.meta.get("rule")) == EXPERTS for atom in atoms if atom in strategy.atoms)
+    return ".".join(entry.axis for entry in weight.dims[0]) if apart else ""
 
 
 def layers_of(graph: AnnotatedGraph) -> list[list[fx.Node]]:
@@ -76,11 +100,24 @@ def expert_rows(graph: AnnotatedGraph, products: Sequence[fx.Node]) -> ExpertRow
     if [len(begins[False]), len(ends[False])] != [1, 1] or len(begins[True]) > 1:
         raise ExpertRowsError(graph.name, last.name, fqn_of(last), "is one of several that rows of its layer end with")
     x, dy = begins[False][0], next(iter(begins[True]), None)
-    if local_tensor(x) != local_tensor(last):
+    if tensor_of(x) != tensor_of(last):
         raise ExpertRowsError(graph.name, last.name, fqn_of(last), "makes rows of another width or dtype than it gets")
-    return ExpertRows(
-        min(same), tuple(same), x, last, dy, tuple(ends[True]), tuple(walk.sums), tuple(walk.inside), tuple(walk.beside)
-    )
+    dx, added = _summed(ends[True])
+    inside = (*walk.inside, *added)
+    return ExpertRows(min(same), tuple(same), x, last, dy, dx, tuple(walk.sums), inside, tuple(walk.beside))
+
+
+def _summed(terms: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], list[fx.Node]]:
+    """Fewer terms, where the graph adds some up and reads them nowhere else; and what adds them up."""
+    found, added = list(terms), list[fx.Node]()
+    for node in found:
+        user = next(iter(node.users), node)
+        pair = [term for term in found if [*term.users] == [user] and term < user]
+        adds = user.target is aten.add.Tensor and not user.kwargs
+        if adds and user not in added and len(pair) == 2:
+            added.append(user)
+            found.append(user)  # which may be one of the next pair
+    return tuple(term for term in found if not any(user in added for user in term.users)), added
 
 
 def _reaches(node: fx.Node, products: Sequence[fx.Node]) -> bool:
@@ -205,5 +242,7 @@ _DIMS: dict[Any, Any] = {
     **dict.fromkeys((operator.getitem, c.all_reduce), _none),
     c.all_gather: _at(2),
     c.reduce_scatter: _at(3),
+    c.shard: _at(2),
+    c.all_to_all: lambda node: _at(2)(node) + _at(4)(node),
 }
 """What treats each row by itself if the dims that it works on are none of the rows' own."""

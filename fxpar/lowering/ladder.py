@@ -80,7 +80,7 @@ def default_passes(
         GlobalToLocal(),
         RingAttention(),
         LimitExperts(),
-        CompressDispatch(),
+        CompressDispatch(cluster=cluster, sizes=at),
         ExchangeTokens(cluster, at),
         SortRows(),
         LowerCollectives(),

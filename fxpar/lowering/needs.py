@@ -15,6 +15,7 @@ from torch import fx
 
 from fxpar.annotate.experts import is_of_experts
 from fxpar.errors import VerifyError
+from fxpar.flow.expert_rows import experts_axis
 from fxpar.ir.axes import REPLICAS
 from fxpar.ir.collectives import is_collective, reshard
 from fxpar.ir.dist_config import DistConfig, Partial
@@ -24,7 +25,6 @@ from fxpar.ir.markers import vary
 from fxpar.ir.node_meta import comm_of, dist_of, is_on_host, is_size, phase_of, tensor_of
 from fxpar.lowering.verify import misfit, writes
 from fxpar.ops.copies import copies, within_capacity
-from fxpar.passes.exchange_tokens import experts_axis
 from fxpar.rules.view import ring_of
 
 

@@ -14,6 +14,12 @@ hashes nest: a cluster is what agrees in the first hashes, and the largest are r
 the budget lasts. Where it covers all rows each row is a cluster, and nothing is lost. Where rows agree in all hashes
 there may be less clusters than the budget allows: the last ones are then of no expert (their id is -1), and zero.
 
+With `places` the experts are in as many runs, and those of the run `rank` are near: their rows are clusters of one row
+each, as far as the budget lasts that the share of the far rows leaves.
+
+`pack_rows` writes a row in a byte per number and four of a scale (float8_e4m3fn, Micikevicius et al., arXiv
+2209.05433), `unpack_rows` reads it.
+
 Shapes: x [..., D] and ids [...] as in `fxpar.ops.experts`, [N, K, D] and [N, K] for K experts of N tokens, are M rows;
 means are [C, 1, D] and ids_of [C, 1] then: a dim of size 1 for each but the first.
 """
@@ -37,24 +43,33 @@ MOST_CODES = 2**62  # experts times codes: both stand in one int64
 _LIB = torch.library.Library("fxpar", "FRAGMENT")
 for _schema in (
     "hash_rows(Tensor x, int hashes, int columns, int seed) -> Tensor",
-    "cluster_rows(Tensor codes, Tensor ids, int experts, int buckets, int hashes, float rate, int least) "
-    "-> (Tensor cluster, Tensor sizes, Tensor ids_of)",
+    "cluster_rows(Tensor codes, Tensor ids, int experts, int buckets, int hashes, float rate, int least, "
+    "int rank=0, int places=1) -> (Tensor cluster, Tensor sizes, Tensor ids_of)",
     "cluster_mean(Tensor x, Tensor cluster, Tensor sizes) -> Tensor",
     "cluster_mean_backward(Tensor dmeans, Tensor cluster, Tensor sizes) -> Tensor",
     "cluster_restore(Tensor made, Tensor x, Tensor means, Tensor cluster, Tensor sizes, float share=1.0) -> Tensor",
     "cluster_restore_backward(Tensor grad, Tensor cluster, Tensor sizes) -> Tensor",
+    "pack_rows(Tensor rows) -> Tensor",
+    "unpack_rows(Tensor packed, ScalarType dtype) -> Tensor",
 ):
     _LIB.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 own = torch.ops.fxpar
 
 
-def most_clusters(rows: Any, rate: float, least: int) -> Any:
+def most_clusters(rows: Any, rate: float, least: int, places: int = 1) -> Any:
     """The budget for so many rows: the share `rate`, rounded down, and at least `least` while there are as many rows.
+    With `places` it is a share of the far rows, if routes are balanced, and all of the near ones.
 
     `rows` may be a SymInt.
     """
-    share = Fraction(rate).limit_denominator(10**9)
+    share = budget_share(rate, places)
     return torch.sym_max(rows * share.numerator // share.denominator, torch.sym_min(rows, least))
+
+
+def budget_share(rate: float, places: int) -> Fraction:
+    """The share of rows that are clusters, where one of `places` has rows of its own."""
+    share = Fraction(rate).limit_denominator(10**9)
+    return share if places == 1 else share + (1 - share) / places
 
 
 @functools.lru_cache(64)
@@ -82,32 +97,48 @@ def _hash(x: Tensor, hashes: int, columns: int, seed: int) -> Tensor:
 
 
 def _cluster(
-    codes: Tensor, ids: Tensor, experts: int, buckets: int, hashes: int, rate: float, least: int
+    codes: Tensor,
+    ids: Tensor,
+    experts: int,
+    buckets: int,
+    hashes: int,
+    rate: float,
+    least: int,
+    rank: int = 0,
+    places: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(the cluster of each row, like ids; rows per cluster [C]; the expert of each cluster), all int64. Rows of one
     cluster have one expert; clusters are numbered in the order of experts. There are `buckets` values per hash.
     """
     _check_budget(codes, ids, experts, buckets, hashes, rate, least)
+    if places > 1 and (experts % places or least <= 2 * experts):
+        raise OpInputError("cluster_rows", f"{places} places for {experts} experts, and {least} clusters, do not fit")
     M = ids.numel()
-    C, flat = most_clusters(M, rate, least), ids.reshape(-1).long()
+    C, flat = most_clusters(M, rate, least, places), ids.reshape(-1).long()
     flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
     if C >= M:
         return torch.arange(M, device=ids.device).view(ids.shape), torch.ones_like(flat), _of_rank(flat, ids, experts)
     key, place = (flat * buckets**hashes + codes.reshape(-1)).sort(stable=True)
-    begins = _begins(key, buckets, hashes, C)
+    parts = _parts(key, buckets, hashes)
+    if places == 1:
+        begins = _first(parts, C)
+    else:
+        far, share = key // buckets**hashes // (experts // places) != rank, budget_share(rate, 1)
+        budget = (far.sum() * share.numerator // share.denominator).clamp(experts, C - experts // places)
+        begins = _far_first(parts.where((parts > 0) | far, 1), far, C, budget)
     run = begins.cumsum(0) - 1
     ids_of = torch.full((C,), experts, device=ids.device).scatter_(0, run, key // buckets**hashes)
     cluster = torch.empty_like(run).scatter_(0, place, run)
     return cluster.view(ids.shape), _count(run, C), _of_rank(ids_of, ids, experts)
 
 
-def _begins(key: Tensor, buckets: int, hashes: int, C: int) -> Tensor:
-    """Which of the sorted rows begin a cluster: C of them at most.
+def _parts(key: Tensor, buckets: int, hashes: int) -> Tensor:
+    """Of each of the sorted rows, how large a cluster it would part; 0 where it cannot begin one.
 
     A row may begin one where a digit changes; there it parts a cluster of the digits before. Those that part the
     largest ones come first. What a cluster is refined to is never larger than itself, so it is parted first.
     """
-    parts = torch.zeros_like(key)  # how large a cluster each row parts
+    parts = torch.zeros_like(key)
     known = torch.zeros_like(key, dtype=torch.bool)
     size: Any = len(key) + 1  # an expert's first row always begins one
     for level in range(hashes + 1):
@@ -117,8 +148,22 @@ def _begins(key: Tensor, buckets: int, hashes: int, C: int) -> Tensor:
         parts = torch.where(changes & ~known, size, parts)
         run = changes.cumsum(0) - 1
         size, known = _count(run, len(key))[run], changes
+    return parts
+
+
+def _first(parts: Tensor, C: int) -> Tensor:
+    """Which rows begin a cluster: C of them at most, those that part the largest."""
     first = parts.argsort(descending=True, stable=True)[:C]
-    return torch.zeros_like(known).scatter_(0, first, parts[first] > 0)
+    return torch.zeros_like(parts, dtype=torch.bool).scatter_(0, first, parts[first] > 0)
+
+
+def _far_first(parts: Tensor, far: Tensor, C: int, budget: Tensor) -> Tensor:
+    """As `_first`, with a budget of their own for far rows, and what these leave for the near ones."""
+    place = parts.argsort(descending=True, stable=True)
+    away, can = far[place], parts[place] > 0
+    taken = away & can & (away.cumsum(0) <= budget)
+    taken |= ~away & can & ((~away).cumsum(0) <= C - taken.sum())
+    return torch.zeros_like(far).scatter_(0, place, taken)
 
 
 def _count(run: Tensor, count: int) -> Tensor:
@@ -182,6 +227,23 @@ def _restore_backward(grad: Tensor, cluster: Tensor, sizes: Tensor) -> Tensor:
     return _sum(grad, cluster, sizes).to(grad.dtype)
 
 
+# ------------------------------------------------------------------------------------------------------- rows in bytes
+_FP8, _SCALE_BYTES = torch.float8_e4m3fn, 4
+
+
+def _pack(rows: Tensor) -> Tensor:
+    """[..., D] -> uint8 [..., D + 4]. The largest number of a row is the largest of the format; zeros stay zeros."""
+    scale = rows.abs().amax(-1, keepdim=True).float() / torch.finfo(_FP8).max
+    small = (rows.float() / scale.clamp(min=torch.finfo(torch.float32).tiny)).to(_FP8)
+    return torch.cat([small.view(torch.uint8), scale.view(torch.uint8)], -1)
+
+
+def _unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """uint8 [..., D + 4] -> [..., D]."""
+    small, scale = packed[..., :-_SCALE_BYTES], packed[..., -_SCALE_BYTES:].contiguous()
+    return (small.view(_FP8).float() * scale.view(torch.float32)).to(dtype)
+
+
 # ---------------------------------------------------------------------------------------------------- what does not fit
 def _check_budget(codes: Tensor, ids: Tensor, experts: int, buckets: int, hashes: int, rate: float, least: int) -> None:
     if codes.shape != ids.shape:
@@ -200,9 +262,17 @@ def _check_rows(op: str, x: Tensor, cluster: Tensor) -> None:
 
 # ------------------------------------------------------------------------------------------------ shapes, and gradients
 def _cluster_fake(
-    codes: Tensor, ids: Tensor, experts: int, buckets: int, hashes: int, rate: float, least: int
+    codes: Tensor,
+    ids: Tensor,
+    experts: int,
+    buckets: int,
+    hashes: int,
+    rate: float,
+    least: int,
+    rank: int = 0,
+    places: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    C = most_clusters(ids.numel(), rate, least)
+    C = most_clusters(ids.numel(), rate, least, places)
     cluster, ids_of = torch.empty_like(ids, dtype=torch.int64), ids.new_empty(C, *(1,) * (ids.dim() - 1)).long()
     return cluster, ids_of.new_empty(C), ids_of
 
@@ -236,6 +306,8 @@ for _name, _kernel, _fake in (
     ("cluster_mean_backward", _mean_backward, lambda d, cluster, _: d.new_empty(*cluster.shape, d.shape[-1])),
     ("cluster_restore", _restore, lambda made, x, *_: torch.empty_like(x, memory_format=torch.contiguous_format)),
     ("cluster_restore_backward", _restore_backward, _of_clusters),
+    ("pack_rows", _pack, lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] + _SCALE_BYTES, dtype=torch.uint8)),
+    ("unpack_rows", _unpack, lambda x, dtype: x.new_empty(*x.shape[:-1], x.shape[-1] - _SCALE_BYTES, dtype=dtype)),
 ):
     for _device in ("CPU", "CUDA"):
         _LIB.impl(_name, _kernel, _device)

@@ -35,8 +35,10 @@ _SUMS = {aten.sum.dim_IntList, aten.mean.dim}
 _WEIGHED = {own.weighted_sum.default, own.weighted_sum_backward.default}
 _ADDS = {aten.add.Tensor, aten.sub.Tensor}
 _MULTIPLIES = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Scalar}
-# They move elements inside of a row where tokens and slots stay the first two dims.
+# They move elements inside of a row, or write them in another way, where tokens and slots stay the first two dims.
 _MOVES = {
+    own.pack_rows.default,
+    own.unpack_rows.default,
     aten.view.default,
     aten.reshape.default,
     aten._unsafe_view.default,

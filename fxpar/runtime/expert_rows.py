@@ -1,7 +1,10 @@
-"""How many rows each expert, and each rank, has had in a mini-batch: from the counts that rows are sorted by."""
+"""How many rows each expert, and each rank, has had in a mini-batch: from the counts that rows are sorted by. And how
+far rows are from the means that `lsh` lets experts see, on a sixteenth of the tokens.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +18,8 @@ from fxpar.ir.mesh import Mesh
 from fxpar.ir.node_meta import counted_by, fqn_of, is_again, is_backward, local_tensor
 from fxpar.ops.copies import within_capacity
 from fxpar.runtime.report import ExpertLoad
+
+_EVERY = 16  # so many tokens, one is looked at
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class ExpertRows:
         self.mesh, self.rank, self.idle = mesh, rank, False
         self._watched: list[_Layer] = []
         self._counts: dict[int, Tensor] = {}
+        self._compressed: list[str] = []  # modules
+        self._apart: dict[int, Tensor] = {}  # sums of squares: of distances to means, and of rows
 
     def watch(self, graph: fx.Graph) -> None:
         """Hear of the counts of a part's graph whenever it is run."""
@@ -59,29 +66,46 @@ class ExpertRows:
             self._watched.append(layer)
             with graph.inserting_after(node):
                 graph.call_function(self._add, (len(self._watched) - 1, node))
+        for node in graph.find_nodes(op="call_function", target=torch.ops.fxpar.cluster_restore.default):
+            if not is_again(node):
+                self._compressed.append(fqn_of(node))
+                with graph.inserting_before(node):  # which may be written into the memory of its rows
+                    graph.call_function(self._measure, (len(self._compressed) - 1, *node.args[1:4]))
 
     def _add(self, number: int, counts: Tensor) -> None:
         if not self.idle:
             before = self._counts.get(number)
             self._counts[number] = counts if before is None else before + counts
 
+    def _measure(self, number: int, x: Tensor, means: Tensor, cluster: Tensor) -> None:
+        if not self.idle:
+            rows, of = x[::_EVERY], cluster[::_EVERY]
+            apart = rows - means.view(len(means), -1)[of]
+            sums = torch.stack([apart.double().square().sum(), rows.double().square().sum()])
+            before = self._apart.get(number)
+            self._apart[number] = sums if before is None else before + sums
+
     def take(self) -> dict[str, Tensor]:
-        """Of each module with experts [2 * E + 1]: what to add up over ranks for the rows of each expert, and for those
-        that each would have had without a capacity (the same if there is none), and the rows that this rank has had.
-        Counting begins anew.
+        """Of each module with experts [2 * E + 3]: what to add up over ranks for the rows of each expert, for those
+        that each would have had without a capacity (the same if there is none), and for the squares of distances to
+        means and of rows; and the rows that this rank has had. Counting begins anew.
         """
         found: dict[str, Tensor] = {}
         limited = {self._watched[number].module for number in self._counts if self._watched[number].wanted}
         for number, counts in self._counts.items():
             layer = self._watched[number]
-            rows = counts.new_zeros(2 * layer.experts + 1, dtype=torch.float64)
+            rows = counts.new_zeros(2 * layer.experts + 3, dtype=torch.float64)
             first = len(counts) * (self.mesh.index(self.rank, layer.axis) if layer.axis else 0)
             for half in (0, 1) if layer.module not in limited else (layer.wanted,):
                 start = first + layer.experts * half
                 rows[start : start + len(counts)] = counts / layer.alike
             rows[-1] = counts.sum() * (not layer.wanted)
             found[layer.module] = found[layer.module] + rows if layer.module in found else rows
+        for number, sums in self._apart.items():
+            if self._compressed[number] in found:
+                found[self._compressed[number]][-3:-1] += sums
         self._counts.clear()
+        self._apart.clear()
         return found
 
 
@@ -105,7 +129,7 @@ def expert_loads(
     """
     if not layers:
         return ()
-    sizes = {name: 2 * experts + world for name, experts in layers.items()}
+    sizes = {name: 2 * experts + 2 + world for name, experts in layers.items()}
     sums = {name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in sizes.items()}
     for found in groups:
         for name, rows in found.items():
@@ -116,10 +140,10 @@ def expert_loads(
         dist.all_reduce(whole, group=process_group)
     loads = []
     for (name, experts), part in zip(layers.items(), whole.split([*sizes.values()]), strict=True):
-        rows, wanted, ranks = part.tensor_split((experts, 2 * experts))
+        rows, wanted, squares, ranks = part.tensor_split((experts, 2 * experts, 2 * experts + 2))
         left_out = bool((wanted > rows).any())
         if part.any():
-            loads.append(
-                ExpertLoad(name, *(tuple(one.tolist()) for one in (rows, ranks, wanted[: left_out * experts])))
-            )
+            counts = (tuple(one.tolist()) for one in (rows, ranks, wanted[: left_out * experts]))
+            apart, length = squares.tolist()
+            loads.append(ExpertLoad(name, *counts, residual=math.sqrt(apart / length) if length else None))
     return tuple(loads)

@@ -49,13 +49,15 @@ class GroupReport:
 class ExpertLoad:
     """How even the work of one module's experts was in a mini-batch: rows that went to each expert, and rows that each
     rank of the world has computed. A row is a token for one of its experts; padding counts. `wanted` are the rows that
-    the router sent to each expert where a capacity has left some out, else ().
+    the router sent to each expert where a capacity has left some out, else (). `residual` is how far rows are from the
+    means that experts have seen in their place, over how long they are (roots of sums of squares); None without `lsh`.
     """
 
     module: str
     experts: tuple[float, ...]
     ranks: tuple[float, ...]
     wanted: tuple[float, ...] = ()
+    residual: float | None = None
 
     @property
     def dropped(self) -> float:
@@ -70,7 +72,8 @@ class ExpertLoad:
     def figures(self) -> dict[str, float]:
         """What a record of a run has of it."""
         found = {"experts": self.expert_balance, "ranks": self.rank_balance}
-        return {**found, "dropped": self.dropped} if self.wanted else found
+        found |= {"dropped": self.dropped} if self.wanted else {}
+        return found if self.residual is None else {**found, "residual": self.residual}
 
     @property
     def rank_balance(self) -> float:

@@ -97,8 +97,9 @@ def placed_alike(strategy: Strategy) -> Strategy:
         return replace(alike, pipeline=replace(strategy.pipeline, schedule="1f1b"))
     pipeline = strategy.pipeline if strategy.pipeline.virtual > 1 else replace(strategy.pipeline, schedule="1f1b")
     placing = [rule for rule in strategy.rules if rule.axes or rule.zero is not None]
-    rules = tuple(replace(rule, remat=None, offload=None, lsh=None, chunks=None) for rule in placing)
-    return replace(strategy, remat=None, offload=0.0, lsh=0.0, chunks=1, tokens=0, pipeline=pipeline, rules=rules)
+    rules = tuple(replace(rule, remat=None, offload=None, lsh=None, capacity=None, chunks=None) for rule in placing)
+    saving = {"remat": None, "offload": 0.0, "lsh": 0.0, "capacity": 0.0, "chunks": 1, "tokens": 0}
+    return replace(strategy, **saving, pipeline=pipeline, rules=rules)
 
 
 def rescheduled(strategy: Strategy) -> Strategy | None:

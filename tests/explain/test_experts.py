@@ -5,8 +5,10 @@ from __future__ import annotations
 from fxpar.explain.experts import experts_document, experts_notes
 from fxpar.explain.traffic import traffic
 from fxpar.lowering import lower
+from fxpar.ops.copies import mean_copies
 from fxpar.passes.pack_documents import pack_documents
 from tests.captured import odd
+from tests.passes.test_exchange_tokens import EXPERTS, SLOTS, TWO_NODES, moe
 
 
 def test_rows_and_bytes_of_a_layer():
@@ -24,6 +26,21 @@ def test_rows_and_bytes_of_a_layer():
     assert row["forward_bytes"] == round(row["copies"] * 4 / 5 * 8 * (2 + 16 + 2 + 16) + 4 * 8)
     (text,) = experts_notes(program)
     assert "1 of 5 experts on each of 5 ranks, 2 for a token" in text
+
+
+def test_node_first():
+    """Two exchanges are one layer, with the copies of both."""
+    program = lower(pack_documents(moe().graph), "ep4", cluster=TWO_NODES)
+    found = traffic(program)
+    (row,) = experts_document(program, found)["experts"]
+    tokens = row["tokens"]
+    assert (row["experts"], row["ranks"], row["layers"]) == (EXPERTS, 4, 1)
+    counts = [int(mean_copies(SLOTS, EXPERTS, ranks) * tokens) for ranks in (2, 4)]
+    assert row["hops"] == ((2, counts[0]), (2, counts[1]))
+    sent = sum(each.wire_bytes for each in found if each.exchanges)
+    assert row["forward_bytes"] + row["backward_bytes"] == round(sent)
+    (text,) = experts_notes(program)
+    assert f"travel in {counts[0]} copies to 2 nodes, and from there in {counts[1]} copies to the ranks" in text
 
 
 def test_where_every_rank_has_all_experts_nothing_is_said():

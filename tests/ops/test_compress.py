@@ -132,6 +132,40 @@ def test_the_largest_cluster_is_refined_first() -> None:
     assert [sizes(budget) for budget in (2, 3, 4, 5)] == [[4, 2], [3, 2, 1], [2, 2, 1, 1], [2, 1, 1, 1, 1]]
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_near_rows_stay_as_they_are(rank: int) -> None:
+    """Those of one of three experts, until there are more of them than the mean; far rows have their share."""
+    ids = torch.arange(90)[:, None] % E
+    x = torch.ones(90, 1, D, dtype=torch.float64)  # one code
+    x[ids[:, 0] == (rank + 1) % E] = torch.randn(30, 1, D, dtype=torch.float64)
+    codes = own.hash_rows.default(x, HASHES, COLUMNS, 0)
+    for wanted in (ids, torch.where(torch.arange(90)[:, None] < 60, rank, ids)):
+        found = own.cluster_rows.default(codes, wanted, E, 2 * COLUMNS, HASHES, 0.2, 2 * E + 1, rank, E)
+        cluster, sizes, ids_of = found
+        assert len(sizes) == compress.most_clusters(90, 0.2, 7, E) == 42  # 30, and a fifth of 60
+        near = wanted == rank
+        assert torch.equal(ids_of[cluster, 0], wanted)
+        assert len(cluster[near].unique()) == min(int(near.sum()), 42 - len(cluster[~near].unique()))
+        assert len(cluster[~near].unique()) <= max(E, int((~near).sum()) // 5)
+    with pytest.raises(OpInputError, match="3 places for 3 experts, and 4 clusters"):
+        own.cluster_rows.default(codes, ids, E, 2 * COLUMNS, HASHES, 0.2, E + 1, rank, E)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_in_bytes(dtype: torch.dtype) -> None:
+    """A byte per number and a scale per row, zeros as zeros, and off by half a step of three bits."""
+    rows = (torch.randn(9, 1, D) * 10.0 ** torch.arange(-4, 5)[:, None, None]).to(dtype)
+    rows[..., 0] = rows.abs().amax(-1) / 300  # of the 448 that the format has
+    rows[3] = 0
+    packed = own.pack_rows.default(rows)
+    assert (packed.shape, packed.dtype) == ((9, 1, D + 4), torch.uint8)
+    back = own.unpack_rows.default(packed, dtype)
+    largest = rows.abs().amax(-1, keepdim=True).float()
+    assert (back.float() - rows.float()).abs().le(rows.abs().float() / 16 + largest / 2**14).all()
+    assert not packed[3].any()
+    assert back.dtype == dtype
+
+
 def test_rows_of_no_expert_have_clusters_of_no_expert() -> None:
     tokens, ids = _rows()
     ids = torch.where(ids == 0, 7, ids)

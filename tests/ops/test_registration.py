@@ -44,8 +44,8 @@ SCHEMAS = [
     "fxpar::combine_backward(Tensor grad, Tensor rows, Tensor weights, Tensor order) -> "
     "(Tensor drows, Tensor dweights)",
     "fxpar::hash_rows(Tensor x, int hashes, int columns, int seed) -> Tensor",
-    "fxpar::cluster_rows(Tensor codes, Tensor ids, int experts, int buckets, int hashes, float rate, int least) -> "
-    "(Tensor cluster, Tensor sizes, Tensor ids_of)",
+    "fxpar::cluster_rows(Tensor codes, Tensor ids, int experts, int buckets, int hashes, float rate, int least, "
+    "int rank=0, int places=1) -> (Tensor cluster, Tensor sizes, Tensor ids_of)",
     "fxpar::cluster_mean(Tensor x, Tensor cluster, Tensor sizes) -> Tensor",
     "fxpar::cluster_mean_backward(Tensor dmeans, Tensor cluster, Tensor sizes) -> Tensor",
     "fxpar::cluster_restore(Tensor made, Tensor x, Tensor means, Tensor cluster, Tensor sizes, float share=1.) "
@@ -112,6 +112,8 @@ def cluster_samples() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
     return [
         (own.hash_rows.default, (x.detach(), 2, 2, 0)),
         (own.cluster_rows.default, (codes, chosen, *budget)),
+        (own.pack_rows.default, (x.detach(),)),
+        (own.unpack_rows.default, (own.pack_rows(x.detach()), torch.float32)),
         (own.cluster_mean.default, (x, cluster, sizes)),
         (own.cluster_mean_backward.default, (means.detach(), cluster, sizes)),
         (own.cluster_restore.default, (made, x, means, cluster, sizes, 0.5)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Any
 
 import pytest
 import sympy
@@ -13,11 +14,15 @@ from torch import Tensor, nn
 
 from fxpar import expert_mm, losses
 from fxpar.checking import assign, check, run_world
-from fxpar.errors import ExpertRowsError, LossyProgramError, NothingToCompressError, VerifyError
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.errors import ExpertRowsError, LossyProgramError, NothingToCompressError, PassOptionError, VerifyError
+from fxpar.ir.counts import RunCount
 from fxpar.ir.exec_graph import ExecGraph
 from fxpar.ir.node_meta import local_tensor
+from fxpar.ir.pass_base import GraphPass
+from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.lowering import graphs_after, lower
+from fxpar.lowering import default_passes, graphs_after, lower
 from fxpar.lowering.needs import verify_needs
 from fxpar.ops import compress
 from fxpar.passes.compress_dispatch import CompressDispatch, most_clusters
@@ -30,8 +35,22 @@ LEAST = E * 2  # ceil(64 * 0.03) per expert
 assert compress
 
 
+class Coded(torch.autograd.Function):
+    """Rows as they arrive, and their gradients likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        return own.unpack_rows.default(own.pack_rows.default(rows), rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return Coded.forward(ctx, grad)
+
+
 class Experts(nn.Module):
-    """Top-2 of four gated experts with biases. With a `rate` it computes with means itself."""
+    """Top-2 of four gated experts with biases. With a `rate` it computes with means itself, with a `place` as one of
+    two nodes, whose means travel in fp8.
+    """
 
     def __init__(self, fused: bool = True) -> None:
         super().__init__()
@@ -41,6 +60,7 @@ class Experts(nn.Module):
         self.up_bias, self.down_bias = (nn.Parameter(torch.randn(E, n) / 3) for n in (2 * HIDDEN, D))
         self.down = nn.Parameter(torch.randn(E, HIDDEN, D) / 3)
         self.rate: float | None = None
+        self.place: int | None = None
 
     def experts(self, x: Tensor, ids: Tensor) -> Tensor:
         made = torch.cat([expert_mm(x, up, ids) for up in self.up], -1)
@@ -55,10 +75,13 @@ class Experts(nn.Module):
             made = self.experts(x, ids)
         else:
             codes = own.hash_rows.default(x.detach(), OPTIONS.hashes, OPTIONS.columns, 0)
-            budget = (E, 2 * OPTIONS.columns, OPTIONS.hashes, self.rate, LEAST)
+            least, places = (LEAST, ()) if self.place is None else (2 * E + 1, (self.place, 2))
+            budget = (E, 2 * OPTIONS.columns, OPTIONS.hashes, self.rate, least, *places)
             cluster, sizes, ids_of = own.cluster_rows.default(codes, ids, *budget)
             means = own.cluster_mean.default(x, cluster, sizes)
-            made = own.cluster_restore.default(self.experts(means, ids_of), x, means, cluster, sizes)
+            travels = (lambda rows: rows) if self.place is None else Coded.apply
+            made = travels(self.experts(travels(means), ids_of))
+            made = own.cluster_restore.default(made, x, means, cluster, sizes)
         return ((made + F.embedding(ids, self.down_bias)) * weights[..., None]).sum(1)
 
 
@@ -93,17 +116,19 @@ def captured() -> tuple[nn.Module, Captured]:
     return model, take(model, loss, [batch(96), batch(96)])
 
 
-def truth(model: nn.Module, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Loss and gradients, summed, of autograd over means of the rows of each batch."""
+def truth(model: nn.Module, rows: list[dict[str, Tensor]], nodes: int = 0) -> dict[str, Tensor]:
+    """Loss and gradients, summed, of autograd over means of the rows of each batch, in turn on each node."""
     experts = [module for module in model.modules() if isinstance(module, Experts)]
-    for layer in experts:
-        layer.rate = RATE
     model.zero_grad()
-    total = sum(loss(model, row) for row in rows)
-    total.backward()  # type: ignore[union-attr]
+    total = torch.zeros((), dtype=torch.float64)
+    for i, row in enumerate(rows):
+        for layer in experts:
+            layer.rate, layer.place = RATE, i % nodes if nodes else None
+        total = total + loss(model, row)
+    total.backward()
     for layer in experts:
-        layer.rate = None
-    return {"loss": total.detach(), **{name: p.grad for name, p in model.named_parameters()}}  # type: ignore[union-attr, dict-item]
+        layer.rate = layer.place = None
+    return {"loss": total.detach(), **{name: p.grad for name, p in model.named_parameters()}}  # type: ignore[dict-item]
 
 
 def parts(rows: tuple[dict[str, Tensor], ...], count: int) -> list[dict[str, Tensor]]:
@@ -114,9 +139,9 @@ def parts(rows: tuple[dict[str, Tensor], ...], count: int) -> list[dict[str, Ten
     ]
 
 
-def differs(found: Captured, strategy: str, expected: dict[str, Tensor]) -> float:
+def differs(found: Captured, strategy: str | Strategy | TrainGraph, expected: dict[str, Tensor]) -> float:
     """The largest relative error of loss and gradients."""
-    program = lowered(found, strategy)
+    program = strategy if isinstance(strategy, TrainGraph) else lowered(found, strategy)
     ranks = run_world(program, found.params, found.buffers, found.batches, assign(program.strategy, 2), 1.0)
     worst = max(float((rank["loss"] / expected["loss"] - 1).abs()) for rank in ranks)
     seen = set()
@@ -140,10 +165,62 @@ def test_as_autograd_over_the_same_clusters(strategy: str) -> None:
     assert differs(found, f"{axes}+lsh({RATE})" + f"+{flags}" * bool(flags), truth(model, [*found.batches])) < 1e-10
 
 
+def test_rows_that_tensor_parallelism_cuts_in_width() -> None:
+    """Behind the experts of one layer, before those of the other: ranks agree on clusters."""
+    model, found = captured()
+    overrides = {"layers.0.down": "S(2)", "layers.1.up.*": "S(1)"}
+    strategy = Strategy.parse(f"tp2+sp+lsh({RATE})", overrides=overrides)
+    assert differs(found, strategy, truth(model, [*found.batches])) < 1e-10
+
+
 @pytest.mark.parametrize("strategy", ["cp2"])
 def test_ranks_with_other_tokens_make_clusters_of_their_own(strategy: str) -> None:
     model, found = captured()
     assert differs(found, f"{strategy}+lsh({RATE})", truth(model, parts(found.batches, 2))) < 1e-10
+
+
+NODES = ClusterSpec(2, 1, 10.0, 1e-4, 0.0)
+BETWEEN = f"cp2+lsh({RATE})[layers.*: ep2]"
+
+
+def with_options(strategy: str, cluster: ClusterSpec | None, **options: Any) -> ExecGraph:
+    """Lowered with options of the pass."""
+    passes: list[GraphPass] = default_passes(cluster=cluster)
+    at = [step.name for step in passes].index(CompressDispatch.name)
+    passes[at] = CompressDispatch(**options, cluster=cluster)
+    program = lower(captured()[1].graph, strategy, passes=passes)
+    assert isinstance(program, ExecGraph)
+    return program
+
+
+def test_rows_that_stay_on_a_node_and_those_that_travel_in_fp8() -> None:
+    model, found = captured()
+    program = with_options(BETWEEN, NODES, codec="fp8", between=True, pool=0)
+    assert differs(found, program, truth(model, parts(found.batches, 2), nodes=2)) < 1e-10
+    sent = [one.sent for one in program.communications() if any(isinstance(size, RunCount) for size in one.sent.shape)]
+    rows = [meta for meta in sent if meta.shape[-1] > 2]  # not ids
+    assert [(meta.dtype, meta.shape[-1]) for meta in rows] == [(torch.uint8, D + 4)] * 8  # four for each layer
+
+
+def test_rows_that_travel_in_bf16() -> None:
+    """Of means in fp64 each travels as it is rounded; a codec changes nothing where experts are at home."""
+    program = with_options(BETWEEN, None, codec="bf16")
+    sent = [one.sent for one in program.communications() if any(isinstance(size, RunCount) for size in one.sent.shape)]
+    assert [meta.dtype for meta in sent if meta.shape[-1] > 2] == [torch.bfloat16] * 8
+    alone = with_options(f"dp1+lsh({RATE})", None, codec="bf16")
+    assert alone.fingerprint() == lowered(captured()[1], f"dp1+lsh({RATE})").fingerprint()
+
+
+def test_only_where_it_is_predicted_to_pay() -> None:
+    """A slow network, links at no cost, and experts that are all on one node."""
+    slow, free = with_options(BETWEEN, NODES), with_options(BETWEEN, ClusterSpec(2, 1, 1e6, 1e6, 0.0))
+    at_home = with_options(BETWEEN, ClusterSpec(1, 2, 1e-4, 1.0, 0.0), between=True)
+    assert re.search(r"2 layers see at most 16 of .* predicted to save \S+ ms of a micro-batch, and to", slow.notes[0])
+    assert re.search(r"2 layers see all rows, as means would not pay: .* save (\S+) ms .* take (\S+) ms", free.notes[0])
+    assert "2 layers see all rows, which do not leave their node" in at_home.notes[0]
+    exact = lowered(captured()[1], "cp2[layers.*: ep2]").parts["body"]
+    for program in (free, at_home):
+        assert len(program.body.graph.nodes) == len(exact.graph.nodes)
 
 
 def test_a_budget_for_all_rows_is_exact() -> None:
@@ -208,6 +285,13 @@ def test_a_program_is_not_checked() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input
+def test_options_that_cannot_be() -> None:
+    with pytest.raises(PassOptionError, match="'fp4' is none of bf16, fp8"):
+        CompressDispatch(codec="fp4")
+    with pytest.raises(PassOptionError, match=r"'between'.* needs a cluster"):
+        with_options(BETWEEN, None, between=True)
+
+
 def test_a_model_without_experts() -> None:
     with pytest.raises(NothingToCompressError, match=r"strategy 'dp1\+lsh\(0.2\)'.* 'Linear' has none"):
         lower(take(nn.Linear(3, 2), squared, vectors(3, 2, 4)).graph, "dp1+lsh(0.2)")

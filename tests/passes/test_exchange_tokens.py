@@ -122,7 +122,7 @@ def program(strategy: str) -> ExecGraph:
         ("usual", 2, "cp2.ep2+remat"),
         ("usual", 2, "tp4+sp[*.experts: ep2.tp2]"),
         ("usual", 2, "ep2.cp2[*.experts: ep4]"),
-        ("usual", 2, "dp2.ep2+lsh(0.5)"),
+        ("usual", 2, "ep2.tp2+sp+lsh(0.5)"),
         ("all to one", 1, "ep4"),
         ("biased", 4, "ep2+zero2"),
         ("ones behind", 2, "ep2"),

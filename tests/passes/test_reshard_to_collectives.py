@@ -16,6 +16,7 @@ from fxpar.ir import collectives as c
 from fxpar.ir.dist_config import AxisShard, DistConfig
 from fxpar.ir.graph import AnnotatedGraph, Input, Output, TensorMeta
 from fxpar.ir.mesh import Mesh
+from fxpar.ir.steps import steps
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import split_phases
 from fxpar.lowering.verify import verify
@@ -24,7 +25,7 @@ from fxpar.passes.cleanup import Cleanup
 from fxpar.passes.global_to_local import GlobalToLocal
 from fxpar.passes.lower_collectives import LowerCollectives
 from fxpar.passes.mask_padding import MaskPadding
-from fxpar.passes.reshard_to_collectives import ReshardToCollectives, steps
+from fxpar.passes.reshard_to_collectives import ReshardToCollectives
 from fxpar.passes.reuse_buffers import ReuseBuffers
 from fxpar.passes.sink_waits import SinkWaits
 from fxpar.runtime import bind

@@ -71,7 +71,7 @@ def test_other_roles_for_the_same_ranks():
 
 
 def test_what_is_recomputed_or_runs_in_chunks_places_nothing():
-    ruled = "dp4+remat+chunks(2)[layers.{0-3}: +remat(none); head: +zero3+remat+chunks(4)]"
+    ruled = "dp4+remat+chunks(2)+capacity(2)[layers.{0-3}: +remat(none); head: +zero3+capacity(3)+chunks(4)]"
     assert str(placed_alike(Strategy.parse(ruled))) == "dp4[head: +zero3]"
 
 
