@@ -9,9 +9,8 @@ Times add up; of what a transfer takes, only what kernels wait for, where the de
                              NOMINAL_TOKENS
     copies to the host       bytes over its link
     every kernel             the launch
-    collectives              bytes sent over the link, plus the latency; rings of an axis whose process groups leave a
-                             node are as slow as the links between nodes
-    all-to-alls              the same, but what goes to ranks of the same node takes the links inside of it
+    collectives              bytes sent over the slowest link of the ring, plus the latency; of an all-to-all each part
+                             over its own link (`fxpar.cost.links`)
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torch import fx
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.device import Device
-from fxpar.cost.links import crosses_nodes, exchange_byte_s
+from fxpar.cost.links import crosses_nodes, exchange, ring
 from fxpar.cost.ops import SizesOf, flops, is_kernel, is_plain, local_metas, touched, touched_bytes
 from fxpar.cost.overlap import Link, exposed_s
 from fxpar.cost.polynomial import Polynomial, fitted, sent_bytes, sizes_of
@@ -161,9 +160,10 @@ class _Walk:
     def _link_costs(self, kind: str, axis: str, sent: TensorMeta) -> tuple[Polynomial, Polynomial]:
         """Seconds, and bytes that a rank sends."""
         mesh, degree = self.program.mesh, self.program.strategy.mesh.degree(axis)
-        latency_s, per_byte_s = self.cluster.collective_s(kind, crosses_nodes(mesh, axis, self.cluster))
-        if kind == "all_to_all" and degree > 1:
-            per_byte_s = exchange_byte_s(mesh, axis, self.cluster) / (degree - 1)
+        loads = (exchange if kind == "all_to_all" else ring)(mesh, axis, self.cluster)
+        latency_s, per_byte_s = self.cluster.collective_s(kind, loads.between > 0)
+        if loads.between:  # what a rank sends is one message in a ring, in an exchange one for each other rank
+            per_byte_s = loads.byte_s(self.cluster) / (degree - 1 if kind == "all_to_all" else 1)
         one = Communication(kind, axis, TensorMeta((1,), sent.dtype), "", "", False)
         each = Fraction(one.wire_bytes(degree, {})).limit_denominator(10**9)  # bytes for an element that it puts in
         nbytes = self._fit([sizes.numel(sent) for sizes in self._samples]) * each

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.links import crosses_nodes, exchange_byte_s
+from fxpar.cost.links import crosses_nodes, exchange
 from fxpar.ir.mesh import Mesh, sub_axis
 from fxpar.ops.copies import mean_copies
 
@@ -46,7 +46,7 @@ def _seconds(
     for axis in way:
         ranks *= mesh.degree(axis)
         sent = mean_copies(slots, experts, ranks) * sent_bytes / mesh.degree(axis)  # to each rank
-        total += cluster.latency_s + sent * exchange_byte_s(mesh, axis, cluster)
+        total += cluster.latency_s + sent * exchange(mesh, axis, cluster).byte_s(cluster)
     return total
 
 

@@ -1,31 +1,34 @@
-"""Which links a process group's ranks send over: against every pair of ranks, one by one."""
+"""Which links a process group's ranks send over: against every message, one by one."""
 
 from __future__ import annotations
 
-from fractions import Fraction
+from collections import defaultdict
 
 import pytest
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.links import crosses_nodes, exchange_byte_s
+from fxpar.cost.links import Loads, crosses_nodes, exchange, ring
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.strategy import Strategy
 from tests.cost.programs import PAIR
 
 
-def by_pairs(mesh: Mesh, axes: tuple[str, ...], cluster: ClusterSpec) -> float:
-    """Seconds of the rank that is busiest, where each sends a byte to each other of its process group."""
-    speed = {True: cluster.inter_gb_per_s * 1e9, False: cluster.intra_gb_per_s * 1e9}
-    if cluster.node_gb_per_s is not None:
-        speed[True] = min(speed[True], cluster.node_gb_per_s * 1e9 / cluster.devices_per_node)
-    slowest = 0.0
+def by_messages(mesh: Mesh, axes: tuple[str, ...], cluster: ClusterSpec, *, to_all: bool) -> float:
+    """Seconds of the link that is busiest, where each rank sends a byte to all others of its process group, or to the
+    next one: every message is looked at.
+    """
+    sent = defaultdict[tuple[str, int], float](float)
     for rank in mesh.ranks:
-        sent = {True: 0.0, False: 0.0}
-        for other in mesh.group_of(rank, axes):
-            if other != rank:
-                sent[rank // cluster.devices_per_node != other // cluster.devices_per_node] += 1.0
-        slowest = max(slowest, sent[True] / speed[True], sent[False] / speed[False])
-    return slowest
+        group = mesh.group_of(rank, axes)
+        following = group[(group.index(rank) + 1) % len(group)]
+        for other in group if to_all else (following,):
+            here, there = rank // cluster.devices_per_node, other // cluster.devices_per_node
+            if here == there:
+                sent["inside", rank] += (other != rank) / cluster.intra_gb_per_s
+            else:
+                sent["between", rank] += 1 / cluster.inter_gb_per_s
+                sent["node", here] += 0 if cluster.node_gb_per_s is None else 1 / cluster.node_gb_per_s
+    return max(sent.values()) / 1e9
 
 
 @pytest.mark.parametrize(
@@ -40,13 +43,24 @@ def by_pairs(mesh: Mesh, axes: tuple[str, ...], cluster: ClusterSpec) -> float:
         ("ep8", "ep", ClusterSpec(3, 3, 400.0, 50.0, 0.0)),  # a node with two of them, which send most to others
         ("ep8", "ep", ClusterSpec(2, 6, 10.0, 100.0, 0.0)),  # links inside are the slow ones
         ("ep8", "ep", ClusterSpec(2, 4, 400.0, 50.0, 0.0, node_gb_per_s=20.0)),
+        ("dp4.ep2", "dp", ClusterSpec(2, 4, 400.0, 50.0, 0.0, node_gb_per_s=70.0)),
+        ("dp4.ep2", "dp.ep", ClusterSpec(2, 4, 400.0, 50.0, 0.0, node_gb_per_s=70.0)),
     ],
 )
-def test_each_part_of_an_exchange_takes_its_own_link(strategy: str, axis: str, cluster: ClusterSpec) -> None:
-    mesh = Strategy.parse(strategy).mesh
-    found = exchange_byte_s(mesh, axis, cluster)
-    assert isinstance(found, Fraction)
-    assert float(found) == pytest.approx(by_pairs(mesh, tuple(axis.split(".")), cluster), rel=1e-12)
+def test_what_is_sent_takes_its_own_link(strategy: str, axis: str, cluster: ClusterSpec) -> None:
+    mesh, axes = Strategy.parse(strategy).mesh, tuple(axis.split("."))
+    for loads, to_all in ((exchange(mesh, axis, cluster), True), (ring(mesh, axis, cluster), False)):
+        expected = by_messages(mesh, axes, cluster, to_all=to_all)
+        assert float(loads.byte_s(cluster)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_ring_leaves_a_node_once_and_rings_side_by_side_each():
+    """So that one ring has all that a node puts on the network."""
+    mesh = Strategy.parse("dp2.tp4").mesh
+    assert ring(mesh, "dp.tp", ClusterSpec(2, 4, 400.0, 50.0, 0.0)) == Loads(1, 1, 1)
+    assert ring(mesh, "dp", ClusterSpec(2, 4, 400.0, 50.0, 0.0)) == Loads(0, 1, 4)
+    assert ring(mesh, "tp", ClusterSpec(2, 4, 400.0, 50.0, 0.0)) == Loads(1, 0, 0)
+    assert exchange(mesh, "dp.tp", ClusterSpec(2, 4, 400.0, 50.0, 0.0)) == Loads(3, 4, 16)
 
 
 def test_which_axes_leave_a_node():
