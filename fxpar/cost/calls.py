@@ -9,8 +9,8 @@ Times add up; of what a transfer takes, only what kernels wait for, where the de
                              NOMINAL_TOKENS
     copies to the host       bytes over its link
     every kernel             the launch
-    collectives              bytes sent over the link, plus the latency; an axis whose process groups leave a node takes
-                             the links between nodes
+    collectives              bytes sent over the slowest link of the ring, plus the latency; of an all-to-all each part
+                             over its own link (`fxpar.cost.links`)
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from torch import fx
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.device import Device
+from fxpar.cost.links import crosses_nodes, exchange, ring
 from fxpar.cost.ops import SizesOf, flops, is_kernel, is_plain, local_metas, touched, touched_bytes
 from fxpar.cost.overlap import Link, exposed_s
 from fxpar.cost.polynomial import Polynomial, fitted, sent_bytes, sizes_of
 from fxpar.ir.exec_graph import Communication, Part, Program, collective_kind
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.handover import Handover
-from fxpar.ir.mesh import Mesh
 from fxpar.ir.node_meta import comm_of, fqn_of, is_backward, local_meta, wanted_dists
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ops.traits import ADDED_PRODUCTS, ATTENTION, HOST_COPIES, SWEEPS, is_attention
@@ -159,10 +159,12 @@ class _Walk:
 
     def _link_costs(self, kind: str, axis: str, sent: TensorMeta) -> tuple[Polynomial, Polynomial]:
         """Seconds, and bytes that a rank sends."""
-        between = crosses_nodes(self.program.mesh, axis, self.cluster)
-        latency_s, per_byte_s = self.cluster.collective_s(kind, between)
+        mesh, degree = self.program.mesh, self.program.strategy.mesh.degree(axis)
+        loads = (exchange if kind == "all_to_all" else ring)(mesh, axis, self.cluster)
+        latency_s, per_byte_s = self.cluster.collective_s(kind, loads.between > 0)
+        if loads.between:  # what a rank sends is one message in a ring, in an exchange one for each other rank
+            per_byte_s = loads.byte_s(self.cluster) / (degree - 1 if kind == "all_to_all" else 1)
         one = Communication(kind, axis, TensorMeta((1,), sent.dtype), "", "", False)
-        degree = self.program.strategy.mesh.degree(axis)
         each = Fraction(one.wire_bytes(degree, {})).limit_denominator(10**9)  # bytes for an element that it puts in
         nbytes = self._fit([sizes.numel(sent) for sizes in self._samples]) * each
         return nbytes * per_byte_s + Polynomial(latency_s), nbytes
@@ -247,12 +249,6 @@ def _looks(node: fx.Node) -> tuple[Any, ...] | None:
         return None
     first = node.args[:2] if node.target in ADDED_PRODUCTS else node.args[:1]
     return node.target, tuple(touched(node)), tuple(map(local_meta, (one for one in first if isinstance(one, fx.Node))))
-
-
-@functools.lru_cache(maxsize=1024)  # a thousand ranks have many process groups
-def crosses_nodes(mesh: Mesh, axis: str, cluster: ClusterSpec) -> bool:
-    """Whether any process group of `axis` (axes joined by '.') has ranks on several nodes."""
-    return any(len(set(map(cluster.node_of, group))) > 1 for group in mesh.groups(tuple(axis.split("."))))
 
 
 def handed_on_s(program: PipelineGraph, stage: int, kind: str, cluster: ClusterSpec) -> Polynomial:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 
-from fxpar.cost.calls import crosses_nodes
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.links import crosses_nodes, exchange
 from fxpar.ir.mesh import Mesh, sub_axis
 from fxpar.ops.copies import mean_copies
 
@@ -57,15 +56,12 @@ def _splits(mesh: Mesh, axis: str) -> Iterator[tuple[str, str]]:
 def _seconds(
     mesh: Mesh, way: tuple[str, ...], cluster: ClusterSpec, slots: int, experts: int, sent_bytes: int
 ) -> Fraction:
-    """Of balanced routes. Links inside of a node and between nodes carry at the same time; a rank's own copies stay."""
+    """Of balanced routes; a rank's own copies stay."""
     total, ranks = Fraction(0), 1
     for axis in way:
         ranks *= mesh.degree(axis)
         sent = mean_copies(slots, experts, ranks) * sent_bytes / mesh.degree(axis)  # to each rank
-        beside = [Counter(map(cluster.node_of, group)) for group in mesh.groups(tuple(axis.split(".")))]
-        inside = sent * (max(max(nodes.values()) for nodes in beside) - 1)
-        between = sent * max(nodes.total() - min(nodes.values()) for nodes in beside)
-        total += cluster.latency_s + max(inside / cluster.bytes_per_s(False), between / cluster.bytes_per_s(True))
+        total += cluster.latency_s + sent * exchange(mesh, axis, cluster).byte_s(cluster)
     return total
 
 

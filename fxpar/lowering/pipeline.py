@@ -15,7 +15,7 @@ from fxpar.annotate.policy import resolve_overrides
 from fxpar.errors import RematGlobError
 from fxpar.flow import padding_hazard
 from fxpar.ir.exec_graph import Program
-from fxpar.ir.graph import DOCUMENTS, POSITIONS, LogicalGraph
+from fxpar.ir.graph import DOCUMENTS, POSITIONS, AnnotatedGraph, LogicalGraph
 from fxpar.ir.node_meta import fqn_of, is_backward
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
@@ -42,9 +42,17 @@ def lower_pipeline(
     staged = cut(logical, strategy)
     started = time.process_time()
     stages = tuple(_lower_stage(stage, strategy, ladder, on_pass, verified) for stage in staged.stages)
-    timings = {**staged.timings, **_sums(stages), "lower_cpu_s": 0.0}
-    timings["lower_cpu_s"] = time.process_time() - started - timings.get("annotate_cpu_s", 0.0)
+    program = of_stages(logical, strategy, staged, stages)
+    program.timings["lower_cpu_s"] = time.process_time() - started - program.timings.get("annotate_cpu_s", 0.0)
+    return program
+
+
+def of_stages(
+    logical: LogicalGraph, strategy: Strategy, staged: StagedGraph, stages: tuple[StageProgram, ...]
+) -> PipelineGraph:
+    """The pipeline of stages that were lowered."""
     whole = fields_of_blocks(logical, strategy, stages)
+    timings = {**staged.timings, **_sums(stages), "lower_cpu_s": 0.0}
     return PipelineGraph(
         **whole, stages=stages, timings=timings, cuts=staged.cuts, flops=staged.flops, terms=_terms(staged)
     )
@@ -97,8 +105,12 @@ def _lower_stage(
     stage: StageGraph, strategy: Strategy, ladder: list[GraphPass], on_pass: OnPass | None, verified: bool
 ) -> StageProgram:
     graph, report = run_passes(stage, strategy_of_stage(stage, strategy), ladder, on_pass, verified=verified)
-    parts = split_parts(graph)
-    return StageProgram(**common_fields(graph), passes=report, index=stage.index, **vars(parts))
+    return stage_program(graph, stage.index, report)
+
+
+def stage_program(graph: AnnotatedGraph, index: int, report: tuple[dict[str, Any], ...] = ()) -> StageProgram:
+    """What the ranks of a stage run, from its graph behind all passes."""
+    return StageProgram(**common_fields(graph), passes=report, index=index, **vars(split_parts(graph)))
 
 
 def strategy_of_stage(stage: StageGraph, strategy: Strategy) -> Strategy:
@@ -143,4 +155,4 @@ def _terms(staged: StagedGraph) -> dict[str, tuple[int, ...]]:
     return {shared.fqn: shared.terms for shared in staged.shared}
 
 
-__all__ = ["cut", "fields_of_blocks", "lower_pipeline", "strategy_of_stage"]
+__all__ = ["cut", "fields_of_blocks", "lower_pipeline", "of_stages", "stage_program", "strategy_of_stage"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import sympy
 from torch import fx
@@ -111,12 +112,9 @@ def trace_stage(
     """Trace the parts `names`, forward first, at one place on the axes, which is compared with `others`. `again`:
     gradients are added to those of earlier micro-batches.
     """
-    joined = _Joined()
-    for name in names:
-        part = _apart(getattr(stage, name)) if name in _HALVES else getattr(stage, name)
-        sent = len(stage.given("sent_grad")) if name == "backward" else 0
-        joined.add(name, accumulating(part, tuple(range(sent))) if again and name == names[-1] else part)
-    joined.graph.output(tuple(node for results in joined.results.values() for node in results))
+    sent = len(stage.given("sent_grad"))
+    parts = [getattr(stage, name) for name in names]
+    joined = _joined(names, tuple(one.graph for one in parts), tuple(one.sources for one in parts), sent, again)
     storages, differ = trace_and_compare(joined.graph, dims, coordinates, others)
     inputs: dict[Name, int] = {}
     for (source, i), node in joined.inputs.items():
@@ -128,13 +126,29 @@ def trace_stage(
     reads = {name: _reads(joined, name, storages) for name in names}
     saved = frozenset().union(*(reads[name] for name in names[1:]))
     kinds = _kinds(joined, storages, saved, _finals(joined, names[-1], storages, stage))
-    parts = {}
+    traces = {}
     for name in names:
         steps = _steps(joined.calls[name], storages, kinds, born, dims, conditions)
         made = {s for step in steps for s, _ in step.births}
         results = tuple(next(iter(storages.of[n]), None) for n in joined.results[name])
-        parts[name] = PartTrace(steps, frozenset(reads[name] - made - lasting), frozenset(made), results)
-    return StageTrace(parts, storages.nbytes, lasting, inputs, tuple(differ))
+        traces[name] = PartTrace(steps, frozenset(reads[name] - made - lasting), frozenset(made), results)
+    return StageTrace(traces, storages.nbytes, lasting, inputs, tuple(differ))
+
+
+@functools.lru_cache(maxsize=32)  # a search asks for the same few stages, at several sizes
+def _joined(
+    names: tuple[str, ...], graphs: tuple[fx.Graph, ...], sources: tuple[Any, ...], sent: int, again: bool
+) -> _Joined:
+    """The parts that one micro-batch runs, in one graph that is not to be changed; `sent`: results of the backward that
+    are no gradients of parameters.
+    """
+    joined = _Joined()
+    for name, part in zip(names, map(Part, graphs, sources), strict=True):
+        part = _apart(part) if name in _HALVES else part
+        keep = tuple(range(sent)) if name == "backward" else ()
+        joined.add(name, accumulating(part, keep) if again and name == names[-1] else part)
+    joined.graph.output(tuple(node for results in joined.results.values() for node in results))
+    return joined
 
 
 def _reads(joined: _Joined, name: str, storages: Storages) -> set[int]:

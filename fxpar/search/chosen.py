@@ -16,7 +16,7 @@ from fxpar.ir.node_meta import is_backward, tensor_of
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.lowering import LowerAlike, default_passes, lower, outline
+from fxpar.lowering import LowerAlike, default_passes, outline
 from fxpar.ops.traits import ATTENTION
 from fxpar.search.driver import find_plan
 from fxpar.search.known import Said
@@ -130,13 +130,12 @@ def lowering(rows: Rows) -> tuple[Lower, Outlines]:
         return outline(rows(layers), strategy, passes=passes(strategy, layers), verified=False)
 
     @functools.cache
-    def alike(layers: int) -> LowerAlike:
-        return LowerAlike(rows(layers), [placed(layers), *default_passes(for_store=True)[1:]])
+    def alike(layers: int, staged: bool) -> LowerAlike:
+        first, *rest = default_passes(for_store=True)
+        return LowerAlike(rows(layers), [first if staged else placed(layers), *rest])
 
     def lowered(strategy: Strategy, layers: int) -> TrainGraph:
-        if strategy.pipeline_size == 1:
-            return alike(layers)(strategy)
-        return lower(rows(layers), strategy, passes=passes(strategy, layers), verified=False)  # none of them runs
+        return alike(layers, strategy.pipeline_size > 1)(strategy)  # none of them runs
 
     return lowered, lambda strategy, layers: outlined(placed_alike(strategy), layers)
 

@@ -12,11 +12,11 @@ from torch import fx, nn
 
 from fxpar import losses
 from fxpar.cost import calls
-from fxpar.cost.calls import NodeCost, busy_s, crosses_nodes, handed_on_s, node_costs
+from fxpar.cost.calls import NodeCost, busy_s, handed_on_s, node_costs
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.ops import SizesAt
 from fxpar.cost.polynomial import Polynomial, sent_bytes
 from fxpar.ir.graph import TensorMeta
-from fxpar.ir.mesh import Mesh
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.lowering import lower
 from fxpar.ops.traits import ATTENTION
@@ -105,8 +105,8 @@ def test_what_tells_products_apart():
     assert calls._looks(attention) is None
 
 
-def collectives(lowered: TrainGraph) -> list[NodeCost]:
-    return [call for call in node_costs(lowered, NODE) if call.axis]
+def collectives(lowered: TrainGraph, cluster: ClusterSpec = NODE) -> list[NodeCost]:
+    return [call for call in node_costs(lowered, cluster) if call.axis]
 
 
 def test_weights_are_read_once_per_micro_batch():
@@ -182,13 +182,14 @@ def test_one_call_keeps_the_device_busy_for_what_its_walk_says_without_launch():
 
 
 # ------------------------------------------------------------------------------------------------------------- links
-def test_which_axes_leave_a_node():
-    mesh = Mesh((("dp", 2), ("tp", 2)))
-    assert not crosses_nodes(mesh, "tp", PAIR)
-    assert crosses_nodes(mesh, "dp", PAIR)
-    assert crosses_nodes(mesh, "dp.tp", PAIR)
-    assert crosses_nodes(Mesh((("tp", 2),), 1), "tp", PAIR)
-    assert not crosses_nodes(Mesh((("tp", 2),), 2), "tp", PAIR)
+def test_an_exchange_takes_the_network_for_what_leaves_the_node_and_a_ring_for_all_of_it():
+    """Of three quarters of a tensor that leave a rank, two go to the other node."""
+    pairs = zip(collectives(program("cp4")), collectives(program("cp4"), PAIR), strict=True)
+    for inside, between in pairs:
+        slower = Fraction(400, 50) * (Fraction(2, 3) if between.kind == "all_to_all" else 1)
+        assert between.seconds.c1 == slower * inside.seconds.c1
+        assert between.nbytes == inside.nbytes
+    assert {call.kind for call in collectives(program("cp4"))} > {"all_to_all"}
 
 
 def test_the_network_of_a_node_is_shared():

@@ -70,7 +70,7 @@ def test_an_axis_between_nodes_takes_the_network():
     assert token_s("tp4", PAIR) > 2 * token_s("tp4", NODE)
     assert token_s("dp2.tp2", PAIR) == token_s("dp2.tp2", NODE)  # its tp is inside of a node
     assert token_s("cp2.tp2", NODE) < token_s("cp2.tp2", PAIR) < token_s("tp4", PAIR)
-    capped = replace(PAIR, node_gb_per_s=20.0)
+    capped = replace(PAIR, node_gb_per_s=10.0)  # of which the ring has all
     assert token_s("tp4", capped) > 2 * token_s("tp4", PAIR)
 
 

@@ -23,6 +23,15 @@ TEXTS = [
     "dp4+zero3",
     "dp4+chunks(4)",
 ]
+STAGED = [
+    "pp2.tp2+sp",
+    "pp2.tp2+sp+remat(selective|redo_comm)",
+    "pp2.tp2+sp+zb_h1",
+    "pp2.tp2+sp+remat+chunks(2)+zb_h1",
+    "pp2.dp2+zero3+cut(layers.1)",
+    "tp2+sp+cut(layers.1) > cp2+remat",
+    "pp2+remat(layers.0)",
+]
 
 
 @functools.cache
@@ -36,7 +45,7 @@ def alike() -> LowerAlike:
     return LowerAlike(rows(), default_passes(for_store=True))
 
 
-@pytest.mark.parametrize("text", [*TEXTS, "ring4"])
+@pytest.mark.parametrize("text", [*TEXTS, "ring4", *STAGED])
 def test_equals_lower(text):
     strategy = Strategy.parse(text)
     assert alike()(strategy).fingerprint() == lower(rows(), strategy, for_store=True).fingerprint()
@@ -61,6 +70,11 @@ def test_the_first_passes_run_once_for_what_differs_in_recomputation_and_chunks(
         mine(Strategy.parse(text))
     assert first.fingerprint() == before
     assert runs == ["dp2.tp2+sp", "dp4+zero3", "dp4"]
+    runs.clear()
+    staged = [mine(Strategy.parse(text)) for text in STAGED[:4]]
+    assert runs == ["tp2+sp"] * 2  # one for each stage
+    assert [str(one.strategy) for one in staged] == STAGED[:4]
+    assert staged[2].stages == staged[0].stages  # a schedule changes none
 
 
 @pytest.mark.parametrize(
