@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 
 from fxpar.cost.group_cost import GroupCost
+from fxpar.cost.polynomial import Polynomial
+from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.ir.strategy import Strategy
 from fxpar.schedule.mini_batch import Pace
-from fxpar.search.price import Memory, Priced
+from fxpar.search.price import Candidate, Memory, Priced
 
 
 @dataclass
@@ -36,9 +40,56 @@ class Changed(Priced):
         return self.base.pace
 
     def predicted(self, tokens: int) -> Memory:
-        base = self.base.at(tokens).columns
-        more = [one.at(tokens).columns for one in self.changes]
-        return Memory(*(max(0, a + sum(one[i] - a for one in more)) for i, a in enumerate(base)))
+        return _held(self.base.at(tokens), [one.at(tokens) for one in self.changes])
+
+
+@dataclass(frozen=True)
+class ChangedFlat:
+    """`Changed` by layer: all of it without stages, and priced from two samples, as `base` is."""
+
+    strategy: Strategy
+    base: Candidate
+    changes: tuple[Candidate, ...]
+
+    @property
+    def anchors(self) -> tuple[int, ...]:
+        return self.base.anchors
+
+    @property
+    def reduce_s(self) -> float:
+        return self.base.reduce_s + sum(one.reduce_s - self.base.reduce_s for one in self.changes)
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        return self.base.samples
+
+    @property
+    def steps(self) -> Fraction:
+        return self.base.steps
+
+    @property
+    def programs(self) -> tuple[TrainGraph, ...]:
+        return self.base.programs
+
+    def per_step(self) -> tuple[Polynomial, Polynomial]:
+        few, step = self.base.per_step()
+        found = [one.per_step() for one in self.changes]
+        return (
+            sum((one + few * -1 for one, _ in found), few),
+            sum((one + step * -1 for _, one in found), step),
+        )
+
+    def at(self, tokens: int) -> Memory:
+        return _held(self.base.at(tokens), [one.at(tokens) for one in self.changes])
+
+    def of_first(self, tokens: int) -> Memory:
+        return _held(self.base.of_first(tokens), [one.of_first(tokens) for one in self.changes])
+
+
+def _held(base: Memory, more: Sequence[Memory]) -> Memory:
+    """With what each of `more` takes more."""
+    columns = [one.columns for one in more]
+    return Memory(*(max(0, a + sum(one[i] - a for one in columns)) for i, a in enumerate(base.columns)))
 
 
 def _summed(base: GroupCost, more: Sequence[tuple[GroupCost, GroupCost, float]]) -> GroupCost:
