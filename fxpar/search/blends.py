@@ -40,16 +40,19 @@ class Changed(Priced):
         return self.base.pace
 
     def predicted(self, tokens: int) -> Memory:
-        return _held(self.base.at(tokens), [one.at(tokens) for one in self.changes])
+        base = self.base.at(tokens)
+        return _held(base, [(one.at(tokens), base) for one in self.changes])
 
 
 @dataclass(frozen=True)
 class ChangedFlat:
-    """`Changed` by layer: all of it without stages, and priced from two samples, as `base` is."""
+    """`Changed` by layer: all of it without stages, and priced from two samples, as `base` is. To `base` comes what of
+    each pair of `changes` the first takes more than the second.
+    """
 
     strategy: Strategy
     base: Candidate
-    changes: tuple[Candidate, ...]
+    changes: tuple[tuple[Candidate, Candidate], ...]
 
     @property
     def anchors(self) -> tuple[int, ...]:
@@ -57,7 +60,7 @@ class ChangedFlat:
 
     @property
     def reduce_s(self) -> float:
-        return self.base.reduce_s + sum(one.reduce_s - self.base.reduce_s for one in self.changes)
+        return self.base.reduce_s + sum(one.reduce_s - other.reduce_s for one, other in self.changes)
 
     @property
     def samples(self) -> tuple[int, ...]:
@@ -73,23 +76,23 @@ class ChangedFlat:
 
     def per_step(self) -> tuple[Polynomial, Polynomial]:
         few, step = self.base.per_step()
-        found = [one.per_step() for one in self.changes]
-        return (
-            sum((one + few * -1 for one, _ in found), few),
-            sum((one + step * -1 for _, one in found), step),
-        )
+        for one, other in self.changes:
+            (less, shorter), (more, longer) = other.per_step(), one.per_step()
+            few, step = few + more + less * -1, step + longer + shorter * -1
+        return few, step
 
     def at(self, tokens: int) -> Memory:
-        return _held(self.base.at(tokens), [one.at(tokens) for one in self.changes])
+        return _held(self.base.at(tokens), [(one.at(tokens), other.at(tokens)) for one, other in self.changes])
 
     def of_first(self, tokens: int) -> Memory:
-        return _held(self.base.of_first(tokens), [one.of_first(tokens) for one in self.changes])
+        pairs = [(one.of_first(tokens), other.of_first(tokens)) for one, other in self.changes]
+        return _held(self.base.of_first(tokens), pairs)
 
 
-def _held(base: Memory, more: Sequence[Memory]) -> Memory:
-    """With what each of `more` takes more."""
-    columns = [one.columns for one in more]
-    return Memory(*(max(0, a + sum(one[i] - a for one in columns)) for i, a in enumerate(base.columns)))
+def _held(base: Memory, changes: Sequence[tuple[Memory, Memory]]) -> Memory:
+    """With what of each pair the first takes more than the second."""
+    pairs = [(one.columns, other.columns) for one, other in changes]
+    return Memory(*(max(0, a + sum(one[i] - other[i] for one, other in pairs)) for i, a in enumerate(base.columns)))
 
 
 def _summed(base: GroupCost, more: Sequence[tuple[GroupCost, GroupCost, float]]) -> GroupCost:

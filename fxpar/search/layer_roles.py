@@ -1,8 +1,8 @@
 """Proposals of layers that differ in roles, ZeRO levels and what they save, after Galvatron (Miao et al. 2022, 4.3).
 
-kinds    what a layer may run under: rules for its modules, beside a level of savings. What a kind takes is that of the
-         level and what each rule takes more, as lowered alone; the ones kept are corners of the hull of bytes and
-         seconds, and those next to it
+kinds    what a layer may run under: rules for its modules, beside a level of savings. Of the rules those are taken that
+         promise most by what each takes alone; with each of the best levels they are lowered. What is mixed are corners
+         of the hull of bytes and seconds, and what is next to it
 numbers  runs of layers of each kind, beside some choice of rules outside of layers, in `fxpar.search.cutting`: dynamic
          programming over Pareto fronts of bytes, seconds and gradient sync, with the last kind as border state
 borders  cost nothing until a program has them. The best guess is lowered, what its program takes beyond its layers is
@@ -15,13 +15,15 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fxpar.cost.polynomial import Polynomial
+from fxpar.ir.axes import REPLICAS
 from fxpar.ir.module_rules import ModuleRule
-from fxpar.ir.strategy import Strategy
+from fxpar.ir.strategy import SINGLE, Strategy
 from fxpar.search.blends import ChangedFlat
 from fxpar.search.fronts import Hull, undominated
 from fxpar.search.kinds import Layers, MixedCandidate
@@ -29,46 +31,41 @@ from fxpar.search.known import KnownModel, Said
 from fxpar.search.positions import child_of
 from fxpar.search.price import Candidate, Priced
 from fxpar.search.proposals import WORTH, Group, Proposal
-from fxpar.search.space import of_a_stage
 from fxpar.search.stage_options import GuessedStage, LoweredStage, beside_layers, of_layer, per_step
-from fxpar.search.staged import StagedGuess
 from fxpar.search.stages import Guess, guesses
 
-KINDS = 5  # of layers, that are mixed
+ROLES, LEVELS, KINDS = 3, 3, 6  # choices of rules in a layer, of what it saves, and of both that are mixed
 ENDS = 2  # choices of what is outside of layers
 LOWERED = 3  # guesses
 KEPT = 6  # guesses for each number of tokens, of which the best with new kinds is lowered
 
+T = TypeVar("T")
 Taken = NDArray[np.float64]  # bytes, seconds of a micro-batch, seconds of gradient sync
-Rules = tuple[tuple[ModuleRule, Candidate], ...]
-_Pair = tuple[Strategy, Strategy]
+Rules = tuple[ModuleRule, ...]
+Position = tuple[tuple[ModuleRule, Candidate], ...]  # rules, and what the model takes with one of them
 
 
 @dataclass(frozen=True)
-class Level:
-    """What all layers save under `strategy`: priced without stages, and with one rule for each of the positions."""
+class _Choice(Generic[T]):
+    """Something to choose, and what it takes."""
 
-    strategy: Strategy
-    flat: Candidate
-    positions: Sequence[tuple[str, Sequence[tuple[ModuleRule, Priced]]]]
-
-
-@dataclass(frozen=True)
-class _Kind:
-    level: Level
-    rules: Rules
+    what: T
     taken: Taken
 
 
 @dataclass
 class LayerSearch:
-    """`levels[0]` saves nothing."""
+    """`levels` are strategies that differ in what layers save, without stages; `positions` have the rules that may
+    stand beside the first of them, and `own` rules for what the group's strategy does there.
+    """
 
     known: KnownModel
-    levels: Sequence[Level]
+    levels: Sequence[Candidate]
+    positions: Sequence[Position]
+    own: Rules
     layers: Layers
     said: Said
-    _borders: dict[_Pair, Polynomial] = field(default_factory=dict, init=False)
+    _borders: dict[tuple[Strategy, Strategy], Polynomial] = field(default_factory=dict, init=False)
 
     def proposals(self, group: Group, one: Priced) -> Iterator[Proposal]:
         """What may take less than the strategy of the group does."""
@@ -91,26 +88,33 @@ class LayerSearch:
         """With the best choices outside of layers, all kinds and those without bins."""
         tokens = group.budget(one) or group.limit
         kinds, ends = self._kinds(group, tokens), self._ends(group, tokens)
-        found = []
-        for outside in ends:
-            for mine in (kinds, [kind for kind in kinds if _bins(kind) == 1]):
-                best = _best(group, mine, tokens, KINDS)
-                if best and best not in [each for _, each in found]:
-                    found.append((outside, best))
-        return [self._stage(best, outside, one.strategy.pipeline_size, tokens) for outside, best in found]
+        found: list[list[_Choice[Candidate]]] = []
+        for some in (kinds, [kind for kind in kinds if kind.what.strategy.bins == 1]):
+            best = _best(group, some, tokens, KINDS)
+            if best and best not in found:
+                found.append(best)
+        return [self._stage(best, outside, one.strategy.pipeline_size) for best in found for outside in ends]
 
-    def _kinds(self, group: Group, tokens: int) -> list[_Kind]:
-        """Of all levels, with all rules for positions in layers."""
+    def _kinds(self, group: Group, tokens: int) -> list[_Choice[Candidate]]:
+        """The best choices of rules in a layer, under the best levels of savings, as lowered."""
+        first = self.levels[0]
+        alone = self._per_layer(first, group, tokens)
+        inside = [p for p in self.positions if child_of(p[0][0], self.layers)]
+        summed = _choices(inside, [self._added(p, alone, group, tokens) for p in inside])
+        roles = [one.what for one in _best(group, summed, tokens, ROLES)]
+        own = tuple(rule for rule in self.own if child_of(rule, self.layers))
+        levels = _best(
+            group, [_Choice(one, self._per_layer(one, group, tokens)) for one in self.levels], tokens, LEVELS
+        )
         found = []
-        for level in self.levels:
-            alone = self._per_layer(level.flat, group, tokens)
-            kinds = [_Kind(level, (), alone)]
-            for rules in self._options(level, inside=True):
-                more = [(pair, self._per_layer(pair[1], group, tokens) - alone) for pair in rules]
-                longer = [_Kind(level, (*k.rules, pair), k.taken + taken) for k in kinds for pair, taken in more]
-                kinds = _undominated([*kinds, *longer])
-            found += kinds
+        for level, rules in itertools.product(levels, dict.fromkeys([*roles, own])):
+            one = self.known.candidate(replace(level.what.strategy, rules=rules), self.said)
+            if one is not None and len(one.samples) == 2:
+                found.append(_Choice(one, self._per_layer(one, group, tokens)))
         return found
+
+    def _added(self, position: Position, alone: Taken, group: Group, tokens: int) -> list[Taken]:
+        return [self._per_layer(one, group, tokens) - alone for _, one in position]
 
     def _per_layer(self, flat: Candidate, group: Group, tokens: int) -> Taken:
         held = of_layer(flat, tokens)
@@ -118,32 +122,22 @@ class LayerSearch:
         return _taken(held.weight_bytes + held.step_bytes, seconds, flat.reduce_s / self.layers.count, group, tokens)
 
     def _ends(self, group: Group, tokens: int) -> list[Rules]:
-        """Rules outside of layers: the best, and what takes less memory."""
-        level = self.levels[0]
-        found = [_Kind(level, (), np.zeros(3))]
-        for rules in self._options(level, inside=False):
-            more = [(pair, _beside(pair[1], group, tokens) - _beside(level.flat, group, tokens)) for pair in rules]
-            longer = [_Kind(level, (*k.rules, pair), k.taken + taken) for k in found for pair, taken in more]
-            found = _undominated([*found, *longer])
-        return [kind.rules for kind in _best(group, found, tokens, ENDS)]
+        """Rules outside of layers: the best, what takes less memory, and what the group's strategy does."""
+        alone = _beside(self.levels[0], group, tokens)
+        outside = [p for p in self.positions if child_of(p[0][0], self.layers) is None]
+        summed = _choices(outside, [[_beside(one, group, tokens) - alone for _, one in p] for p in outside])
+        own = tuple(rule for rule in self.own if child_of(rule, self.layers) is None)
+        return list(dict.fromkeys([*(one.what for one in _best(group, summed, tokens, ENDS)), own]))
 
-    def _options(self, level: Level, inside: bool) -> Iterator[Rules]:
-        """Rules of each position in layers, or outside of them. A layer itself has what it saves as its rule."""
-        for _, rules in level.positions:
-            pairs = [(rule, flat) for rule, one in rules if (flat := _flat(one)) is not None]
-            children = {child_of(rule, self.layers) for rule, _ in pairs}
-            if pairs and "" not in children and (None not in children) == inside:
-                yield tuple(pairs)
-
-    def _stage(self, kinds: Sequence[_Kind], outside: Rules, stages: int, tokens: int) -> GuessedStage:
+    def _stage(self, kinds: Sequence[_Choice[Candidate]], outside: Rules, stages: int) -> GuessedStage:
         """What saves most comes first, so that layers in front save."""
+        first, with_one = self.levels[0], {rule: one for position in self.positions for rule, one in position}
+        changes = tuple((with_one[rule], first) for rule in outside)
         texts, flats = [], []
         for kind in sorted(kinds, key=lambda kind: kind.taken[0]):
-            rules = (*kind.rules, *outside)
-            written = tuple(rule for rule, _ in rules)
-            base, changes = kind.level.flat, tuple(flat for _, flat in rules)
-            texts.append(replace(of_a_stage(kind.level.strategy), rules=written))
-            flats.append(ChangedFlat(replace(base.strategy, rules=written), base, changes))
+            one = kind.what.strategy
+            flats.append(ChangedFlat(replace(one, rules=(*one.rules, *outside)), kind.what, changes))
+            texts.append(_of_a_stage(flats[-1].strategy, stages))
         sync = tuple(flat.reduce_s / self.layers.count for flat in flats)
         return GuessedStage(tuple(texts), tuple(flats), stages, self.known.cluster, sync)
 
@@ -167,14 +161,10 @@ class LayerSearch:
                 self._borders[pair] = beyond * Fraction(1, len(kinds) - 1)
 
 
-def _flat(one: Priced) -> Candidate | None:
-    """The strategy without stages that a priced one is, or was guessed from."""
-    flat = one.flat if isinstance(one, StagedGuess) else one
-    return flat if isinstance(flat, Candidate) and len(flat.samples) == 2 else None
-
-
-def _bins(kind: _Kind) -> int:
-    return replace(kind.level.strategy, rules=tuple(rule for rule, _ in kind.rules)).bins
+def _of_a_stage(flat: Strategy, stages: int) -> Strategy:
+    """What a stage runs under if so many share the ranks of `flat`."""
+    replicas, inner = flat.replicas // stages, [axis for axis in flat.axes if axis[0] != REPLICAS]
+    return replace(flat, axes=tuple([(REPLICAS, replicas)] * (replicas > 1) + inner) or SINGLE.axes)
 
 
 def _beside(flat: Candidate, group: Group, tokens: int) -> Taken:
@@ -191,21 +181,27 @@ def _taken(held: Fraction, seconds: Polynomial, reduce_s: float, group: Group, t
     return np.array([float(held), run_s, reduce_s])
 
 
-def _undominated(kinds: list[_Kind]) -> list[_Kind]:
-    """None is beaten in bytes, seconds and sync at once."""
-    taken = np.array([kind.taken for kind in kinds])
-    keep = undominated(np.rint(taken[:, 0]).astype(np.int64), taken[:, 1], taken[:, 2], np.zeros(len(taken), np.int64))
-    return [kinds[at] for at in keep.tolist()]
+def _choices(positions: Sequence[Position], taken: Sequence[Sequence[Taken]]) -> list[_Choice[Rules]]:
+    """Rules for some positions, each with what it takes more; none is beaten in bytes, seconds and sync at once."""
+    found: list[_Choice[Rules]] = [_Choice((), np.zeros(3))]
+    for position, more in zip(positions, taken, strict=True):
+        alone: list[_Choice[Rules]] = [_Choice((rule,), each) for (rule, _), each in zip(position, more, strict=True)]
+        both = itertools.product(list(found), alone)
+        found += [_Choice(one.what + other.what, one.taken + other.taken) for one, other in both]
+        sums = np.array([one.taken for one in found])
+        keep = undominated(np.rint(sums[:, 0]).astype(np.int64), sums[:, 1], sums[:, 2], np.zeros(len(sums), np.int64))
+        found = [found[at] for at in keep.tolist()]
+    return found
 
 
-def _best(group: Group, kinds: Sequence[_Kind], tokens: int, most: int) -> list[_Kind]:
+def _best(group: Group, found: Sequence[_Choice[T]], tokens: int, most: int) -> list[_Choice[T]]:
     """Of which mixtures are best: corners of the hull of bytes and seconds, then what is closest above it."""
-    if not kinds:
+    if not found:
         return []
-    taken = np.array([kind.taken for kind in kinds])
+    taken = np.array([one.taken for one in found])
     count = max(1.0, float(group.load.tokens.mean()) / tokens)  # of micro-batches, by all replicas
     nbytes, seconds = np.rint(taken[:, 0]).astype(np.int64), taken[:, 1] * count + taken[:, 2]
     hull = Hull.of(nbytes, seconds)
     above = seconds - hull.least(nbytes.astype(np.float64))
     above[hull.corners] = -1.0
-    return [kinds[at] for at in np.argsort(above, kind="stable")[:most].tolist()]
+    return [found[at] for at in np.argsort(above, kind="stable")[:most].tolist()]

@@ -30,8 +30,8 @@ from fxpar.search.chunked import useful_chunks
 from fxpar.search.fronts import undominated
 from fxpar.search.kinds import Layers
 from fxpar.search.known import KnownModel, Said
-from fxpar.search.layer_roles import LayerSearch, Level
-from fxpar.search.positions import experts_by_glob, glob_of_head, globs_of_attention, globs_of_weight
+from fxpar.search.layer_roles import LayerSearch
+from fxpar.search.positions import child_of, experts_by_glob, glob_of_head, globs_of_attention, globs_of_weight
 from fxpar.search.price import Candidate, Priced
 from fxpar.search.pricing import PricedSet, SetPricer
 from fxpar.search.proposals import WORTH, Chosen, Group, Proposal
@@ -180,16 +180,21 @@ class RuleSearch:
         if layers is None or plain.by_stage or plain.pipeline.virtual > 1 or not self._is_short(group, one):
             return
         ranks = layout_of_ranks(plain)
-        base = with_layout(plain, single_axis(ranks)) if ranks else plain
-        levels = []
-        for level, with_roles in _levels(base, plain, self.pricer.cluster):
-            alone, flat = self._alone(level), self.known.candidate(without_stages(level), self.said)
-            if alone is not None and flat is not None and len(flat.samples) == 2:
-                layouts = self._layouts(plain)
-                found = self._positions(group, level, alone, layouts, flat, layers) if with_roles else ()
-                levels.append(Level(level, flat, tuple(found)))
-        if levels:
-            yield from LayerSearch(self.known, levels, layers, self.said).proposals(group, one)
+        base = with_layout(plain, single_axis(ranks)) if len(ranks) > 1 else plain
+        flats = [self.known.candidate(without_stages(level), self.said) for level in _levels(base, self.pricer.cluster)]
+        levels = [flat for flat in flats if flat is not None and len(flat.samples) == 2]
+        alone = self._alone(_saving_as(base, levels[0].strategy)) if levels else None
+        if alone is None:
+            return
+        positions, own = [], []
+        for glob, priced in self._positions(group, alone.strategy, alone, self._layouts(plain), levels[0], layers):
+            pairs = [(rule, one.flat if isinstance(one, StagedGuess) else one) for rule, one in priced]
+            some = tuple((rule, flat) for rule, flat in pairs if isinstance(flat, Candidate))
+            if some and child_of(some[0][0], layers) != "":  # a layer has what it saves as its rule
+                positions.append(some)
+                own += [rule for rule, _ in some if rule == layout_rule(glob, ranks, None)]
+        search = LayerSearch(self.known, levels, positions, tuple(own), layers, self.said)
+        yield from search.proposals(group, one)
 
     def _layouts(self, strategy: Strategy, experts: int = 1) -> list[Axes]:
         """Of the ranks of a replica."""
@@ -228,21 +233,21 @@ class RuleSearch:
         return StagedGuess(strategy, self.pricer.cluster, self.known.anchors, flat)
 
 
-def _levels(base: Strategy, plain: Strategy, cluster: ClusterSpec) -> Iterator[tuple[Strategy, bool]]:
-    """`base` with what saves memory in a layer, and whether roles are tried beside it: beside nothing, and beside what
-    the strategy `plain` has.
+def _levels(base: Strategy, cluster: ClusterSpec) -> list[Strategy]:
+    """`base` with what saves memory in a layer. First what roles are tried beside: what it saves itself, or nothing
+    where that is all, as roles then hold alike.
     """
     free = replace(base, remat=None, offload=0.0)
-    found = dict.fromkeys([free, replace(base, remat=plain.remat, offload=plain.offload)], True)
-    for level in range(len(SAVINGS)):
-        one = with_savings(free, level)
-        if one is not None:
-            found.setdefault(one, False)
+    whole = base.remat is not None and base.remat.mode == "full"
+    found = [free if whole else base, free, base]
+    found += [one for level in range(len(SAVINGS)) if (one := with_savings(free, level)) is not None]
     if cluster.sustained.overlap_slowdown is not None:
-        for one in list(found):
-            if one.remat is None or one.remat.mode != "full":
-                found.setdefault(replace(one, offload=1.0), False)
-    yield from found.items()
+        found += [replace(one, offload=1.0) for one in found if one.remat is None or one.remat.mode != "full"]
+    return list(dict.fromkeys(found))
+
+
+def _saving_as(base: Strategy, other: Strategy) -> Strategy:
+    return replace(base, zero=other.zero, remat=other.remat, offload=other.offload)
 
 
 def _taken(one: Priced, tokens: int) -> np.ndarray:
