@@ -135,3 +135,12 @@ def test_deep_models_take_milliseconds():
     assert len(found.best) == 3
     assert found.lower_bound_s <= found.best[0].seconds
     assert 1 - found.lower_bound_s / found.best[0].seconds < 0.05
+
+
+def test_a_slower_layer_is_kept_where_its_border_is_cheap():
+    """Room for one layer that does not recompute: from the faster kind of these there is a dear border."""
+    borders = ((0.0, 0.0, 10.0), (0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
+    option = StageOption(1, (0.0,), ((1.0, 1.1, 5.0),), (0,), ((10, 10, 0),), border_s=borders)
+    (best,) = best_stages(StagesProblem(1, 2, 1, 1, 10, (option,))).best
+    assert best.stages == (ChosenStage(0, (0, 1, 1)),)
+    assert best.seconds == pytest.approx(6.1)
