@@ -9,6 +9,7 @@ pipeline is dropped if it takes too long even where the ranks left share the lay
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ _SAME = 1 - 1e-12  # by such a share a bound must be shorter to be of interest
 class StageOption:
     """A way to run a stage on `ranks` ranks, by its place in the pipeline: seconds of a micro-batch and bytes beside
     its layers, and for a layer of each kind; seconds that gradient sync takes beside layers, and for one of each kind.
+    Layers of a kind follow each other, kinds in their order, and going over from one to another takes `border_s`.
     """
 
     ranks: int
@@ -37,13 +39,16 @@ class StageOption:
     layer_bytes: tuple[tuple[int, ...], ...]
     sync_s: tuple[float, ...] = ()  # [P], () for none
     layer_sync_s: tuple[float, ...] = ()  # [kinds]
+    border_s: tuple[tuple[float, ...], ...] = ()  # [kinds][kinds], () for none
 
     @property
     def kinds(self) -> int:
         return len(self.layer_s[0])
 
     def seconds(self, place: int, counts: Sequence[int]) -> float:
-        return self.ends_s[place] + sum(n * one for n, one in zip(counts, self.layer_s[place], strict=True))
+        layers = sum(n * one for n, one in zip(counts, self.layer_s[place], strict=True))
+        borders = sum(self.border_s[a][b] for a, b in borders_of(counts)) if self.border_s else 0.0
+        return self.ends_s[place] + layers + borders
 
     def nbytes(self, place: int, counts: Sequence[int]) -> int:
         return self.ends_bytes[place] + sum(n * one for n, one in zip(counts, self.layer_bytes[place], strict=True))
@@ -51,6 +56,11 @@ class StageOption:
     def sync(self, place: int, counts: Sequence[int]) -> float:
         layers = sum(n * one for n, one in zip(counts, self.layer_sync_s, strict=True)) if self.layer_sync_s else 0.0
         return layers + (self.sync_s[place] if self.sync_s else 0.0)
+
+
+def borders_of(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The kinds that follow each other, of so many layers of each."""
+    return itertools.pairwise(kind for kind, count in enumerate(counts) if count)
 
 
 @dataclass(frozen=True)
@@ -233,22 +243,37 @@ class _Search:
         return kept
 
     def _mixtures(self, number: int, place: int) -> list[list[tuple[int, ...]]]:
-        """For each number of layers from 1 on: those that memory holds, and none of which another one beats."""
+        """For each number of layers from 1 on: those that memory holds, and none of which another one beats. A layer
+        is put behind those that are there, so where borders cost, what the last one is belongs to what is compared.
+        """
         if (number, place) not in self.mixtures:
             option = self.problem.options[number]
             units = [tuple(int(i == k) for i in range(option.kinds)) for k in range(option.kinds)]
             found, front = [], [(0,) * option.kinds]
             for _ in range(self.problem.layers - self.problem.stages + 1):
-                longer = dict.fromkeys(tuple(map(sum, zip(one, unit, strict=True))) for one in front for unit in units)
-                front = self._front(option, place, list(longer))
+                longer = [tuple(map(sum, zip(one, u, strict=True))) for one in front for u in units[_last(one) :]]
+                front = self._front(option, place, longer)
                 found.append(front)
             self.mixtures[number, place] = found
         return self.mixtures[number, place]
 
     def _front(self, option: StageOption, place: int, every: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Those that memory holds, and none of which another one beats."""
-        every = [one for one in every if option.nbytes(place, one) <= self.problem.room_bytes]
-        nbytes = np.array([option.nbytes(place, one) for one in every], np.int64)
-        seconds = np.array([option.seconds(place, one) for one in every])
-        sync = np.array([option.sync(place, one) for one in every])
-        return [every[at] for at in undominated(nbytes, seconds, sync, np.zeros(len(every), np.int64))]
+        counts = np.array(every, np.int64).reshape(-1, option.kinds)
+        nbytes = option.ends_bytes[place] + counts @ np.array(option.layer_bytes[place], np.int64)
+        fits = np.flatnonzero(nbytes <= self.problem.room_bytes)
+        none = (0.0,) * option.kinds
+        seconds, sync = (
+            (counts * np.array(each, np.float64)).sum(axis=1)
+            for each in (option.layer_s[place], option.layer_sync_s or none)
+        )
+        last = np.zeros(len(every), np.int64)
+        if option.border_s:
+            seconds += [sum(option.border_s[a][b] for a, b in borders_of(one)) for one in every]
+            last = np.array([_last(one) for one in every], np.int64)
+        return [every[at] for at in fits[undominated(nbytes[fits], seconds[fits], sync[fits], last[fits])]]
+
+
+def _last(counts: Sequence[int]) -> int:
+    """The last kind that there is a layer of; the first one without any."""
+    return max((kind for kind, count in enumerate(counts) if count), default=0)

@@ -114,8 +114,8 @@ def _glob(child: str, layers: Layers) -> str:
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage to be: what it may run under, strategies without stages that differ in ZeRO and recomputation alone, and
-    how many of its layers are under each, in this order.
+    """A stage to be: what it may run under, strategies without stages that differ in what saves memory and in rules for
+    positions alone, and how many of its layers are under each, in this order.
     """
 
     strategies: tuple[Strategy, ...]
@@ -152,11 +152,33 @@ def of_planned(stages: Sequence[PlannedStage], schedule: str, layers: Layers) ->
 
 
 def _ruled(most: Strategy, numbers: Mapping[Strategy, Sequence[int]], layers: Layers) -> Strategy:
-    """`most`, and rules for the layers that are under another strategy."""
-    rules = []
+    """`most`, and rules for the layers that are under another strategy. Of two rules for one module neither would win,
+    so those of modules in a layer name just the layers that have them.
+    """
+    rules: dict[ModuleRule, list[int]] = defaultdict(list)
+    savings: dict[tuple[int | None, Remat | None, float | None], list[int]] = defaultdict(list)
     for one, mine in numbers.items():
+        for rule in one.rules:
+            rules[rule] += mine
         remat = None if one.remat == most.remat else one.remat or Remat("none")
         zero = None if one.zero == most.zero else one.zero
-        if one != most:
-            rules.append(ModuleRule(layers.module(numbered(mine), ""), zero=zero, remat=remat))
-    return replace(most, rules=tuple(rules))
+        offload = None if one.offload == most.offload else one.offload
+        savings[zero, remat, offload] += mine
+    savings.pop((None, None, None), None)
+    every = sum(map(len, numbers.values()))
+    named = [_of_layers(rule, mine, layers) if len(mine) < every else rule for rule, mine in rules.items()]
+    for (zero, remat, offload), mine in savings.items():
+        glob = layers.module(numbered(sorted(mine)), "")
+        named.append(ModuleRule(glob, zero=zero, remat=remat, offload=offload))
+    return replace(most, rules=tuple(named))
+
+
+def _of_layers(rule: ModuleRule, numbers: Sequence[int], layers: Layers) -> ModuleRule:
+    """The rule of a position in these layers alone; one for modules outside of layers as it is."""
+    child = child_of(rule, layers)
+    return rule if child is None else replace(rule, glob=layers.module(numbered(sorted(numbers)), child))
+
+
+def child_of(rule: ModuleRule, layers: Layers) -> str | None:
+    """The module of each layer that the rule of a position is for ("" the layer); None outside of layers."""
+    return next((m for m in layers.inside if rule.matches(layers.module(0, m))), None)

@@ -48,11 +48,15 @@ class Group:
         """Of a mean mini-batch in place of the strategy, at least, with what its weights and gradients take; infinite
         if it does not fit into the set.
         """
-        groups = self.pricer.groups(self.with_(one))
-        if groups is None:
+        budget = self.budget(one)
+        if budget is None:
             return np.inf
-        budget = next(g.token_budget for g in groups if g.limit == self.limit)
         return self._least_s(one, budget, one.cost) + guessed_border_s(one, self.pricer.cluster)
+
+    def budget(self, one: Priced) -> int | None:
+        """Tokens of a micro-batch in place of the strategy; None if it does not fit into the set."""
+        groups = self.pricer.groups(self.with_(one))
+        return None if groups is None else next(g.token_budget for g in groups if g.limit == self.limit)
 
     def at_best(self, one: Priced, cost: Cost) -> float:
         """With all memory in the world, at such a cost."""

@@ -6,6 +6,7 @@ roles    positions are the modules of a layer, and those outside of layers. What
          bins too, where these hold the longest one, what has experts with these apart, and where memory is short the
          head with the loss in chunks. Dynamic programming over positions keeps what no other choice beats in memory,
          seconds of a micro-batch, and seconds of the gradient sync
+layers   where memory is short layers may differ in their roles and in what they save, see `fxpar.search.layer_roles`
 decision the best proposals are lowered, and a set with one of them is planned as any other set is
 
 A set with rules is taken only where it is faster, so with rules no plan gets worse.
@@ -20,24 +21,29 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.module_rules import Axes, ModuleRule
 from fxpar.ir.strategy import Strategy
 from fxpar.search.blends import Changed
 from fxpar.search.bounds import Intervals
 from fxpar.search.chunked import useful_chunks
 from fxpar.search.fronts import undominated
+from fxpar.search.kinds import Layers
 from fxpar.search.known import KnownModel, Said
-from fxpar.search.positions import experts_by_glob, glob_of_head, globs_of_attention, globs_of_weight
+from fxpar.search.layer_roles import LayerSearch
+from fxpar.search.positions import child_of, experts_by_glob, glob_of_head, globs_of_attention, globs_of_weight
 from fxpar.search.price import Candidate, Priced
 from fxpar.search.pricing import PricedSet, SetPricer
 from fxpar.search.proposals import WORTH, Chosen, Group, Proposal
 from fxpar.search.space import (
+    SAVINGS,
     in_bins,
     layout_of_ranks,
     layout_rule,
     role_layouts,
     single_axis,
     with_layout,
+    with_savings,
     without_stages,
 )
 from fxpar.search.staged import StagedGuess
@@ -61,7 +67,7 @@ class RuleSearch:
 
     def better(self, chosen: Chosen, best: PricedSet) -> tuple[PricedSet, Chosen]:
         """A settled set, or a faster one of as many strategies, some of them with rules."""
-        for proposals in (self._stages, self._roles):
+        for proposals in (self._stages, self._roles, self._layers):
             for one in list({one.name: one for _, one in chosen if not one.strategy.teams}.values()):
                 group = self._group(chosen, one, best)
                 if group is not None:
@@ -140,24 +146,55 @@ class RuleSearch:
             return []
         points: list[Point] = [()]
         sums = np.zeros((1, 3))
-        attention, experts = globs_of_attention(flat, layers), experts_by_glob(flat, layers)
-        head, chunks = glob_of_head(flat, layers), self._chunks(group, flat, alone)
-        for glob in globs_of_weight(flat, layers, SMALL):
+        for _, priced in self._positions(group, base, alone, layouts, flat, layers):
             options: list[tuple[Point, np.ndarray]] = [((), np.zeros(3))]
-            others = [in_bins(layout) for layout in layouts if glob in attention]
-            others += self._layouts(base, experts.get(glob, 1))
-            for rule in self._rules(base, glob, list(dict.fromkeys([*layouts, *others])), chunks * (glob == head)):
-                priced = self._alone(replace(base, rules=(rule,)))
-                # In chunks of the loss there may be room for bins.
-                if priced is not None and (priced.strategy.bins == 1 or chunks > 1 or group.seconds(priced) < np.inf):
-                    more = _taken(priced, group.limit) - _taken(alone, group.limit)
-                    options.append((((rule, priced),), more))
+            for rule, one in priced:
+                options.append((((rule, one),), _taken(one, group.limit) - _taken(alone, group.limit)))
             new = (sums[:, None] + np.array([more for _, more in options])).reshape(-1, 3)
             nbytes = np.rint(new[:, 0]).astype(np.int64)
             keep = undominated(nbytes, new[:, 1], new[:, 2], np.zeros(len(new), np.int64))
             points = [points[at // len(options)] + options[at % len(options)][0] for at in keep.tolist()]
             sums = new[keep]
         return [point for point in points if point]
+
+    def _positions(
+        self, group: Group, base: Strategy, alone: Priced, layouts: Sequence[Axes], flat: Candidate, layers: Layers
+    ) -> Iterator[tuple[str, Point]]:
+        """Each with its rules, and what the model takes with one of these. `flat` is `base` without stages."""
+        attention, experts = globs_of_attention(flat, layers), experts_by_glob(flat, layers)
+        head, chunks = glob_of_head(flat, layers), self._chunks(group, flat, alone)
+        for glob in globs_of_weight(flat, layers, SMALL):
+            others = [in_bins(layout) for layout in layouts if glob in attention]
+            others += self._layouts(base, experts.get(glob, 1))
+            found = []
+            for rule in self._rules(base, glob, list(dict.fromkeys([*layouts, *others])), chunks * (glob == head)):
+                priced = self._alone(replace(base, rules=(rule,)))
+                # In chunks of the loss there may be room for bins.
+                if priced is not None and (priced.strategy.bins == 1 or chunks > 1 or group.seconds(priced) < np.inf):
+                    found.append((rule, priced))
+            yield glob, tuple(found)
+
+    def _layers(self, group: Group, one: Priced) -> Iterator[Proposal]:
+        """Layers that differ in roles and savings: only memory makes equal layers run otherwise."""
+        layers, plain = self.known.layers, replace(one.strategy, rules=())
+        if layers is None or plain.by_stage or plain.pipeline.virtual > 1 or not self._is_short(group, one):
+            return
+        ranks = layout_of_ranks(plain)
+        base = with_layout(plain, single_axis(ranks)) if len(ranks) > 1 else plain
+        flats = [self.known.candidate(without_stages(level), self.said) for level in _levels(base, self.pricer.cluster)]
+        levels = [flat for flat in flats if flat is not None and len(flat.samples) == 2]
+        alone = self._alone(_saving_as(base, levels[0].strategy)) if levels else None
+        if alone is None:
+            return
+        positions, own = [], []
+        for glob, priced in self._positions(group, alone.strategy, alone, self._layouts(plain), levels[0], layers):
+            pairs = [(rule, one.flat if isinstance(one, StagedGuess) else one) for rule, one in priced]
+            some = tuple((rule, flat) for rule, flat in pairs if isinstance(flat, Candidate))
+            if some and child_of(some[0][0], layers) != "":  # a layer has what it saves as its rule
+                positions.append(some)
+                own += [rule for rule, _ in some if rule == layout_rule(glob, ranks, None)]
+        search = LayerSearch(self.known, levels, positions, tuple(own), layers, self.said)
+        yield from search.proposals(group, one)
 
     def _layouts(self, strategy: Strategy, experts: int = 1) -> list[Axes]:
         """Of the ranks of a replica."""
@@ -166,11 +203,17 @@ class RuleSearch:
 
     def _chunks(self, group: Group, flat: Candidate, alone: Priced) -> int:
         """In how many chunks the loss may help; 1 where it does already, or memory is not short, for bins neither."""
-        found = self.pricer.groups(group.with_(alone))
-        budget = group.limit if found is None else next(g.token_budget for g in found if g.limit == group.limit)
+        budget = group.budget(alone)
         bins = math.prod(degree for _, degree in layout_of_ranks(alone.strategy))
-        short = found is None or budget < max(self.pricer.largest, bins * group.limit)
-        return useful_chunks(flat, budget) if short and flat.strategy.chunks == 1 else 1
+        short = budget is None or budget < max(self.pricer.largest, bins * group.limit)
+        return useful_chunks(flat, budget or group.limit) if short and flat.strategy.chunks == 1 else 1
+
+    def _is_short(self, group: Group, one: Priced) -> bool:
+        """Whether a strategy would run otherwise with more memory: it saves some, or its micro-batches are small."""
+        budget, strategy = group.budget(one), one.strategy
+        saves = bool(strategy.zero or strategy.remat or strategy.offload)
+        saves |= any(rule.zero or rule.remat or rule.offload for rule in strategy.rules)
+        return saves or budget is None or (self.pricer.packed and budget < self.pricer.largest)
 
     def _rules(self, base: Strategy, glob: str, layouts: Sequence[Axes], chunks: int) -> Iterator[ModuleRule]:
         """All that a position may do otherwise; with `chunks` above 1 it may run in so many."""
@@ -188,6 +231,23 @@ class RuleSearch:
         if flat is None or len(flat.samples) == 1:
             return None
         return StagedGuess(strategy, self.pricer.cluster, self.known.anchors, flat)
+
+
+def _levels(base: Strategy, cluster: ClusterSpec) -> list[Strategy]:
+    """`base` with what saves memory in a layer. First what roles are tried beside: what it saves itself, or nothing
+    where that is all, as roles then hold alike.
+    """
+    free = replace(base, remat=None, offload=0.0)
+    whole = base.remat is not None and base.remat.mode == "full"
+    found = [free if whole else base, free, base]
+    found += [one for level in range(len(SAVINGS)) if (one := with_savings(free, level)) is not None]
+    if cluster.sustained.overlap_slowdown is not None:
+        found += [replace(one, offload=1.0) for one in found if one.remat is None or one.remat.mode != "full"]
+    return list(dict.fromkeys(found))
+
+
+def _saving_as(base: Strategy, other: Strategy) -> Strategy:
+    return replace(base, zero=other.zero, remat=other.remat, offload=other.offload)
 
 
 def _taken(one: Priced, tokens: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -16,7 +17,8 @@ from fxpar.cost.group_cost import GroupCost
 from fxpar.cost.polynomial import Polynomial
 from fxpar.ir.strategy import Strategy
 from fxpar.schedule.mini_batch import Pace
-from fxpar.search.cutting import StageOption
+from fxpar.search.blends import ChangedFlat
+from fxpar.search.cutting import StageOption, borders_of
 from fxpar.search.kinds import MixedCandidate
 from fxpar.search.positions import PlannedStage
 from fxpar.search.price import Candidate, Memory, Priced, around
@@ -36,6 +38,13 @@ class Stage(Protocol):
     @property
     def anchors(self) -> tuple[int, ...]: ...  # tokens for which memory is known
     def memory_at(self, place: int, counts: Sequence[int], tokens: int) -> Memory: ...
+    @property
+    def sync_s(self) -> Sequence[float]: ...  # of a layer of each kind; () where that is not told apart
+    @property
+    def borders(self) -> Sequence[Sequence[Polynomial]]: ...  # seconds from kind to kind; () for none
+
+
+Flat = Candidate | ChangedFlat
 
 
 @dataclass(frozen=True)
@@ -45,9 +54,11 @@ class GuessedStage:
     """
 
     strategies: tuple[Strategy, ...]
-    flats: tuple[Candidate, ...]
+    flats: tuple[Flat, ...]
     stages: int
     cluster: ClusterSpec
+    sync_s: tuple[float, ...] = ()
+    borders: tuple[tuple[Polynomial, ...], ...] = ()
 
     @property
     def places(self) -> range:
@@ -59,7 +70,7 @@ class GuessedStage:
 
     @cached_property
     def _steps(self) -> tuple[Polynomial, ...]:
-        return tuple(flat.per_step()[1] * (1 / _per_step(flat)) for flat in self.flats)
+        return tuple(flat.per_step()[1] * (1 / per_step(flat)) for flat in self.flats)
 
     @cached_property
     def _beside(self) -> Polynomial:
@@ -78,11 +89,11 @@ class GuessedStage:
     def memory_at(self, place: int, counts: Sequence[int], tokens: int) -> Memory:
         """ZeRO cuts over the replicas of all stages in a strategy without them, here over those of one."""
         flat, whole = self.flats[0], self.flats[0].at(tokens)
-        beside = _beside_layers(flat, tokens)
+        beside = beside_layers(flat, tokens)
         held = beside.step_bytes if place == self.stages - 1 else Fraction(0)  # mostly logits
         weights, gradients = (Fraction(one, self.stages) for one in (beside.weight_bytes, beside.gradient_bytes))
         for one, count in zip(self.flats, counts, strict=True):
-            layer = _of_layer(one, tokens)
+            layer = of_layer(one, tokens)
             again = Fraction(one.strategy.replicas, self.strategies[0].replicas)
             gradient = layer.gradient_bytes * (again if one.strategy.zero >= 2 else 1)
             weights += count * layer.weight_bytes * (again if one.strategy.zero >= 3 else 1)
@@ -99,7 +110,7 @@ class GuessedStage:
 
 
 @dataclass(frozen=True)
-class _Bytes:
+class Bytes:
     """Of a layer, or of what is none; may be fractions, and below 0."""
 
     weight_bytes: Fraction
@@ -107,22 +118,22 @@ class _Bytes:
     gradient_bytes: Fraction
 
 
-def _per_step(flat: Candidate) -> Fraction:
+def per_step(flat: Flat) -> Fraction:
     """Layers of a step from the first sample to the second."""
     return Fraction(flat.samples[1] - flat.samples[0])
 
 
-def _of_layer(flat: Candidate, tokens: int) -> _Bytes:
+def of_layer(flat: Flat, tokens: int) -> Bytes:
     whole, few = flat.at(tokens), flat.of_first(tokens)
-    beyond = flat.steps * _per_step(flat)
+    beyond = flat.steps * per_step(flat)
     names = ("weight_bytes", "step_bytes", "gradient_bytes")
-    return _Bytes(*((Fraction(getattr(whole, name) - getattr(few, name)) / beyond) for name in names))
+    return Bytes(*((Fraction(getattr(whole, name) - getattr(few, name)) / beyond) for name in names))
 
 
-def _beside_layers(flat: Candidate, tokens: int) -> _Bytes:
-    few, layer = flat.of_first(tokens), _of_layer(flat, tokens)
+def beside_layers(flat: Flat, tokens: int) -> Bytes:
+    few, layer = flat.of_first(tokens), of_layer(flat, tokens)
     names = ("weight_bytes", "step_bytes", "gradient_bytes")
-    return _Bytes(*(getattr(few, name) - flat.samples[0] * getattr(layer, name) for name in names))
+    return Bytes(*(getattr(few, name) - flat.samples[0] * getattr(layer, name) for name in names))
 
 
 @dataclass(frozen=True)
@@ -132,6 +143,8 @@ class LoweredStage:
     strategies: tuple[Strategy, ...]
     mixed: MixedCandidate
     place: int
+    sync_s: tuple[float, ...] = ()
+    borders: tuple[tuple[Polynomial, ...], ...] = ()
 
     @property
     def places(self) -> tuple[int]:
@@ -165,11 +178,16 @@ class GuessedPipeline(Priced):
 
     @property
     def reduce_s(self) -> float:
-        return self.like.reduce_s
+        pairs = [pair for pair in self.stages if pair[0].sync_s]
+        found = (sum(map(operator.mul, stage.sync_s, counts)) for stage, counts in pairs)
+        return max(found, default=self.like.reduce_s)
 
     @cached_property
     def cost(self) -> GroupCost:
-        found = [stage.seconds_at(place, counts) for place, (stage, counts) in enumerate(self.stages)]
+        found = [
+            sum((stage.borders[a][b] for a, b in borders_of(counts) if stage.borders), stage.seconds_at(place, counts))
+            for place, (stage, counts) in enumerate(self.stages)
+        ]
         return of_strategy(found, self.strategy, self.cluster)
 
     @cached_property
@@ -187,6 +205,10 @@ def planned(stage: Stage, counts: tuple[int, ...]) -> PlannedStage:
 
 def option_of(stage: Stage, stages: int, tokens: int, mean: float, squares: float) -> StageOption:
     """For micro-batches of `mean` tokens, with so many squares of lengths, in memory for `tokens`."""
+
+    def taken(found: Polynomial) -> float:
+        return float(found.c0) + float(found.c1) * mean + float(found.c2) * squares
+
     kinds, (low, high) = len(stage.strategies), around(stage.anchors, tokens)
     units = [tuple(int(i == k) for i in range(kinds)) for k in range(kinds)]
     columns: list[tuple[float, tuple[float, ...], int, tuple[int, ...]]] = []
@@ -196,8 +218,7 @@ def option_of(stage: Stage, stages: int, tokens: int, mean: float, squares: floa
             continue
 
         def seconds(counts: Sequence[int], place: int = place) -> float:
-            found = stage.seconds_at(place, counts)
-            return float(found.c0) + float(found.c1) * mean + float(found.c2) * squares
+            return taken(stage.seconds_at(place, counts))
 
         def nbytes(counts: Sequence[int], place: int = place) -> int:
             ends = [stage.memory_at(place, counts, anchor).peak_bytes for anchor in (low, high)]
@@ -210,4 +231,13 @@ def option_of(stage: Stage, stages: int, tokens: int, mean: float, squares: floa
         each_bytes = tuple(max(0, nbytes(one) - nbytes(ones)) for one in more)
         beside = seconds(ones) - ones[0] * sum(each_s), nbytes(ones) - ones[0] * sum(each_bytes)
         columns.append((beside[0], each_s, beside[1], each_bytes))
-    return StageOption(stage.strategies[0].world, *(tuple(column) for column in zip(*columns, strict=True)))
+    ends_s, layer_s, ends_bytes, layer_bytes = (tuple(column) for column in zip(*columns, strict=True))
+    return StageOption(
+        stage.strategies[0].world,
+        ends_s,
+        layer_s,
+        ends_bytes,
+        layer_bytes,
+        layer_sync_s=tuple(stage.sync_s),
+        border_s=tuple(tuple(max(0.0, taken(one)) for one in row) for row in stage.borders),
+    )

@@ -19,6 +19,7 @@ from fxpar.cost.group_cost import GroupCost
 from fxpar.cost.polynomial import Polynomial
 from fxpar.ir.strategy import Strategy
 from fxpar.schedule.mini_batch import Pace
+from fxpar.search.blends import ChangedFlat
 from fxpar.search.price import Candidate, Memory, Priced, spread_layers
 
 
@@ -89,7 +90,7 @@ class StagedGuess(Priced):
         )
 
 
-def handed_on_s(flat: Candidate, strategy: Strategy, cluster: ClusterSpec) -> Polynomial:
+def handed_on_s(flat: Candidate | ChangedFlat, strategy: Strategy, cluster: ClusterSpec) -> Polynomial:
     """One tensor of a row per token and direction, cut as tokens are; its width is that of the first matrix."""
     meta = next(stored.meta for _, stored in flat.programs[0].params() if len(stored.meta.shape) == 2)
     cut = math.prod(strategy.degree(axis) for axis in strategy.token_axes)

@@ -21,7 +21,7 @@ from fxpar.cost.group import of_strategy
 from fxpar.ir.axes import BINS, ROLE_AXES
 from fxpar.ir.module_rules import Axes
 from fxpar.ir.strategy import Strategy
-from fxpar.search.cutting import FIRST, ChosenStages, StagesProblem, best_stages
+from fxpar.search.cutting import FIRST, StagesProblem, best_stages
 from fxpar.search.kinds import Layers, MixedCandidate
 from fxpar.search.known import KnownModel, Said
 from fxpar.search.positions import PlannedStage, of_planned
@@ -108,29 +108,47 @@ class StageSearch:
     def _guess(
         self, group: Group, one: _Class, options: Sequence[Stage], must_s: float, layers: Layers
     ) -> Proposal | None:
-        found: list[tuple[float, list[Stage], ChosenStages]] = []
-        like = one.members[0]
-        for usable, problem in _problems(group, like, one.stages, options, layers):
-            for best in best_stages(problem, must_s, most=FIRST).best:
-                stages = [usable[stage.option] for stage in best.stages]
-                text = _text(stages, [stage.counts for stage in best.stages], layers)
-                pairs = tuple((stage, each.counts) for stage, each in zip(stages, best.stages, strict=True))
-                guess = GuessedPipeline(text, like.cluster, like.anchors, pairs, like)
-                found.append((group.seconds(guess), stages, best))
-        if not found:
-            return None
-        seconds, stages, best = min(found, key=lambda each: each[0])
-        if seconds >= must_s:
-            return None
-        used = [
-            _used(stage, [b.counts for s, b in zip(stages, best.stages, strict=True) if s is stage]) for stage in stages
-        ]
-        probe = _probe(used, [sum(each.counts) for each in best.stages], layers)
+        found = guesses(group, one.members[0], one.stages, options, must_s, layers)
+        guess = min(found, key=lambda each: each.seconds, default=None)
+        return None if guess is None or guess.seconds >= must_s else guess.proposal(group, layers)
 
+
+@dataclass(frozen=True)
+class Guess:
+    """A pipeline that takes so many seconds, as it is guessed: by place a way to run it, and layers of each kind."""
+
+    seconds: float
+    stages: tuple[Stage, ...]
+    counts: tuple[tuple[int, ...], ...]
+
+    @property
+    def used(self) -> tuple[tuple[Strategy, ...], ...]:
+        """By place the kinds of its way that any place has layers of."""
+        pairs = list(zip(self.stages, self.counts, strict=True))
+        return tuple(_used(stage, [counts for other, counts in pairs if other is stage]) for stage in self.stages)
+
+    def probe(self, layers: Layers) -> Strategy:
+        """What is lowered for it."""
+        return _probe(self.used, [sum(each) for each in self.counts], layers)
+
+    def proposal(self, group: Group, layers: Layers) -> Proposal:
         def closer(lowered: Candidate) -> list[Candidate]:
-            return _closer(group, lowered, used, layers)
+            return _closer(group, lowered, self.used, layers)
 
-        return Proposal(seconds, (probe,), closer)
+        return Proposal(self.seconds, (self.probe(layers),), closer)
+
+
+def guesses(
+    group: Group, like: Priced, stages: int, options: Sequence[Stage], must_s: float, layers: Layers, keep: int = 1
+) -> Iterator[Guess]:
+    """The best `keep` pipelines, for each number of tokens of a micro-batch. `like` has as many replicas."""
+    for usable, problem in _problems(group, like, stages, options, layers):
+        for best in best_stages(problem, must_s, keep, most=FIRST).best:
+            chosen = tuple(usable[stage.option] for stage in best.stages)
+            counts = tuple(stage.counts for stage in best.stages)
+            pairs = tuple(zip(chosen, counts, strict=True))
+            guess = GuessedPipeline(_text(chosen, counts, layers), like.cluster, like.anchors, pairs, like)
+            yield Guess(group.seconds(guess), chosen, counts)
 
 
 def _flat(one: Priced) -> Candidate | None:
@@ -177,7 +195,7 @@ def _problems(
         budget = round(group.limit * (largest / group.limit) ** (step / max(1, steps - 1)))
         count = max(1, math.ceil(tokens / replicas / budget))
         mean = tokens / replicas / count
-        usable = [one for one in options if one.strategies[0].bins * group.limit <= budget]
+        usable = [one for one in options if max(kind.bins for kind in one.strategies) * group.limit <= budget]
         made = tuple(option_of(one, stages, budget, mean, squares * mean / tokens) for one in usable)
         if made:
             yield usable, StagesProblem(stages, layers.count, like.strategy.world, count, room, made)

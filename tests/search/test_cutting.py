@@ -15,16 +15,16 @@ SEEDS = 20, 500  # by day, and in the nightly run
 
 
 def drawn(seed: int) -> StagesProblem:
-    """Up to four layers on up to four ranks: options of all widths, with one kind of layers or two."""
+    """Up to four layers on up to four ranks: options of all widths, with up to three kinds of layers and borders."""
     rng = random.Random(seed)
     stages = rng.randint(1, 4)
     ranks, layers = rng.randint(stages, 4), rng.randint(stages, 4)
     options = []
     for _ in range(rng.randint(1, 4)):
-        kinds, width = rng.randint(1, 2), rng.randint(1, ranks - stages + 1)
+        kinds, width = rng.randint(1, 3), rng.randint(1, ranks - stages + 1)
         # Who recomputes takes longer and holds less; the first places hold more micro-batches.
-        slower = [1.0, rng.uniform(1.0, 1.5)][:kinds]
-        smaller = [1.0, rng.uniform(0.3, 1.0)][:kinds]
+        slower = [1.0, rng.uniform(1.0, 1.5), rng.uniform(1.0, 1.5)][:kinds]
+        smaller = [1.0, rng.uniform(0.3, 1.0), rng.uniform(0.3, 1.0)][:kinds]
         each = rng.uniform(0.5, 1.5) / width
         held = rng.randint(10, 60)
         options.append(
@@ -36,13 +36,16 @@ def drawn(seed: int) -> StagesProblem:
                 layer_bytes=tuple(tuple(int(held * one * (stages - p)) for one in smaller) for p in range(stages)),
                 sync_s=tuple(rng.uniform(0.0, 0.5) for _ in range(stages)),
                 layer_sync_s=tuple(rng.uniform(0.0, 0.5) for _ in range(kinds)),
+                border_s=tuple(tuple(rng.choice((0.0, 0.3, 1.5)) for _ in range(kinds)) for _ in range(kinds)),
             )
         )
     return StagesProblem(stages, layers, ranks, rng.randint(1, 6), rng.randint(50, 400), tuple(options))
 
 
 def every_pipeline(problem: StagesProblem):
-    """Each with its seconds: every layer's kind, every option, every cut."""
+    """Each with its seconds: every layer's kind, every option, every cut. Layers of a kind follow each other, and a
+    border is added wherever two differ.
+    """
     plan = schedule("1f1b", problem.stages, problem.micro_batches)
     for cuts in itertools.combinations(range(1, problem.layers), problem.stages - 1):
         sizes = [b - a for a, b in itertools.pairwise((0, *cuts, problem.layers))]
@@ -50,12 +53,19 @@ def every_pipeline(problem: StagesProblem):
             options = [problem.options[one] for one in chosen]
             if sum(one.ranks for one in options) != problem.ranks:
                 continue
-            layers = [itertools.product(range(o.kinds), repeat=n) for o, n in zip(options, sizes, strict=True)]
+            layers = [
+                itertools.combinations_with_replacement(range(o.kinds), n) for o, n in zip(options, sizes, strict=True)
+            ]
             for kinds in itertools.product(*layers):
                 counts = [tuple(k.count(i) for i in range(o.kinds)) for o, k in zip(options, kinds, strict=True)]
                 mine = list(enumerate(zip(options, counts, strict=True)))
                 if all(one.nbytes(place, n) <= problem.room_bytes for place, (one, n) in mine):
-                    seconds = [one.seconds(place, n) for place, (one, n) in mine]
+                    seconds = [
+                        one.ends_s[place]
+                        + sum(one.layer_s[place][kind] for kind in run)
+                        + sum(one.border_s[a][b] for a, b in itertools.pairwise(run) if a != b)
+                        for place, (one, run) in enumerate(zip(options, kinds, strict=True))
+                    ]
                     sync = [one.sync(place, n) for place, (one, n) in mine]
                     yield step_s(plan, seconds, sync)
 
@@ -125,3 +135,12 @@ def test_deep_models_take_milliseconds():
     assert len(found.best) == 3
     assert found.lower_bound_s <= found.best[0].seconds
     assert 1 - found.lower_bound_s / found.best[0].seconds < 0.05
+
+
+def test_a_slower_layer_is_kept_where_its_border_is_cheap():
+    """Room for one layer that does not recompute: from the faster kind of these there is a dear border."""
+    borders = ((0.0, 0.0, 10.0), (0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
+    option = StageOption(1, (0.0,), ((1.0, 1.1, 5.0),), (0,), ((10, 10, 0),), border_s=borders)
+    (best,) = best_stages(StagesProblem(1, 2, 1, 1, 10, (option,))).best
+    assert best.stages == (ChosenStage(0, (0, 1, 1)),)
+    assert best.seconds == pytest.approx(6.1)

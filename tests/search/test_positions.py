@@ -67,6 +67,16 @@ FEW, MORE = "dp4", "dp4+remat"
             [(("tp2+sp+remat", "tp2+sp"), (3, 25)), (("tp3+sp+chunks(4)",), (32,))],
             "tp2+sp+cut(model.layers.28)[model.layers.{0-2}: +remat] > tp3+sp+chunks(4)",
         ),
+        # Of two rules for one module neither would win.
+        (
+            [(("tp4+sp+remat[*.mlp: cp4; lm_head: cp4]", "tp4+sp[*.mlp: cp4; lm_head: cp4]"), (8, 52))],
+            "tp4+sp[*.mlp: cp4; lm_head: cp4; model.layers.{0-7}: +remat]",
+        ),
+        (
+            [(("tp4+sp[*.mlp: cp4]", "tp4+sp+offload[*.mlp: cp2.tp2+sp; *.self_attn: cp4]"), (8, 52))],
+            "tp4+sp+offload[model.layers.{0-7}.mlp: cp4; model.layers.{8-59}.mlp: cp2.tp2+sp; "
+            "model.layers.{8-59}.self_attn: cp4; model.layers.{0-7}: +offload(none)]",
+        ),
     ],
 )
 def test_stages_are_written_as_short_as_they_can_be(stages, want):
