@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import asdict
 from typing import Any
 
 from fxpar.cli.console import human_bytes, human_seconds, print_table, stdout_console, working
@@ -13,6 +14,7 @@ from fxpar.waves import plan_waves
 from fxpar.waves.chains import TasksPlan
 from fxpar.waves.chart import chart
 from fxpar.waves.file import case_of, read_tasks
+from fxpar.waves.runs import RunPlan
 
 
 def run_tasks(request: TasksRequest) -> None:
@@ -52,6 +54,7 @@ def _document(found: TasksPlan, request: TasksRequest, spent: float) -> dict[str
     plan = found.plan
     runs = {(run.piece, run.backward): run for run in plan.step.runs}
     waves = {piece: number for number, members in enumerate(plan.waves) for piece in members}
+    run = found.runs
     return {
         "tasks": request.case or request.file,
         "devices": plan.devices.count,
@@ -65,6 +68,7 @@ def _document(found: TasksPlan, request: TasksRequest, spent: float) -> dict[str
         "peak_bytes": list(plan.step.peak_bytes),
         "found_by": plan.found_by,
         "plan_cpu_s": spent,
+        **({} if run is None else {"run": {"step_ms": run.ms, "sequential_ms": run.sequential_ms, "tasks": _runs(run)}}),
         "pieces": [
             {
                 "metaop": plan.graph.metaops[piece.metaop].name,
@@ -81,6 +85,14 @@ def _document(found: TasksPlan, request: TasksRequest, spent: float) -> dict[str
             for at, piece in enumerate(plan.pieces)
         ],
     }
+
+
+def _runs(plan: RunPlan) -> list[dict[str, Any]]:
+    return [
+        {"task": run.task, "wave": number, "ranks": list(run.ranks), **asdict(run.option)}
+        for number, wave in enumerate(plan.waves)
+        for run in wave
+    ]
 
 
 def _assigned(found: TasksPlan, at: int) -> dict[str, Any]:
@@ -134,6 +146,21 @@ def _show(found: TasksPlan, request: TasksRequest, spent: float) -> None:
     peak = human_bytes(max(plan.step.peak_bytes))
     sent = f"devices receive from others for {plan.transfer_share:.1%} of the step"
     console.print(f"{sent}, and hold at most {peak}; planned in {spent:.2f} CPU s", markup=False)
+    if found.runs is not None:
+        _show_runs(found.runs)
+
+
+def _show_runs(plan: RunPlan) -> None:
+    """What `fxpar train` can follow."""
+    console = stdout_console()
+    step, faster = human_seconds(plan.ms / 1000), plan.sequential_ms / plan.ms
+    console.print(f"\na run can follow this: step {step}, {faster:.2f} times as fast as one after the other", markup=False)
+    rows = [
+        (str(number), run.task, ranges(run.ranks), run.option.strategy, f"{run.option.ms:.1f}")
+        for number, wave in enumerate(plan.waves)
+        for run in wave
+    ]
+    print_table(console, ("wave", "task", "ranks", "strategy", "ms"), rows, right=(0, 4))
 
 
 def ranges(devices: tuple[int, ...]) -> str:
