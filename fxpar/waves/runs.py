@@ -11,7 +11,7 @@ MOST_TASKS = 10  # that are spread over waves in all ways; more of them stay in 
 
 @dataclass(frozen=True)
 class Option:
-    """A way to run a task: ms of its step on `width` ranks under `strategy`, one for all of it or one for each tower."""
+    """A way to run a task: ms of its step on `width` ranks under `strategy`, which may have stages for its towers."""
 
     width: int
     ms: float
