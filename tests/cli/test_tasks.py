@@ -14,9 +14,10 @@ import typer
 from fxpar.cli.tasks import ranges, run_tasks
 from fxpar.cli.tasks_commands import TasksRequest
 from fxpar.cli.tasks_file import read_model_tasks
-from fxpar.cli.tasks_run import to_toml
+from fxpar.cli.tasks_run import RunTasks, to_toml
 from fxpar.errors import ConfigError, FitsNoDevicesError, OutputError, TaskGraphError, TasksFileError
 from fxpar.train.config import read_config
+from fxpar.waves.runs import Option, RunPlan, TaskRun
 
 
 @pytest.fixture
@@ -258,3 +259,11 @@ def test_a_file_may_name_functions_and_models_that_bring_all(of_model):
     assert two.example is not None
     assert two.example["x"].shape == (4, 8)
     assert read.cluster.world == 2
+
+
+def test_a_task_on_all_ranks_names_none():
+    """Only such a task may write buffers and run in plain calls."""
+    runs = RunTasks({"task": {"one": {"loss": "loss", "ranks": [5]}}}, None, {"one": 8})  # type: ignore[arg-type]
+    plan = RunPlan(2, ((TaskRun("one", (0, 1), Option(2, 1.0, "dp2")),),), 1.0)
+    task = {"loss": "loss", "strategies": {"8": "dp2"}}
+    assert tomllib.loads(runs.planned(plan, {})) == {"run": {"ranks": 2}, "task": {"one": task}}
