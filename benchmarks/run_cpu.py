@@ -42,6 +42,7 @@ PIECES = (
     _piece("galvatron", "Galvatron's case", "galvatron.py"),
     _piece("rounds", "Rounds of teams", "rounds.py"),
     _piece("waves", "Waves over several tasks", "waves.py"),
+    _piece("towers", "Two towers side by side, 4 gloo ranks", "towers.py --rounds 6"),
     _piece("precision", "bf16 against fp32", "precision.py"),
     _piece("remat", "Recomputation", "remat.py"),
     _piece("ring", "Keys and values that travel", "ring.py --rounds 6"),

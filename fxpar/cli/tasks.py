@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import asdict
 from typing import Any
 
 from fxpar.cli.console import human_bytes, human_seconds, print_table, stdout_console, working
 from fxpar.cli.request import check_output, write_json, write_output
 from fxpar.cli.tasks_commands import TasksRequest
+from fxpar.errors import TasksFileError
 from fxpar.waves import plan_waves
 from fxpar.waves.chains import TasksPlan
 from fxpar.waves.chart import chart
 from fxpar.waves.file import case_of, read_tasks
+from fxpar.waves.runs import RunPlan
 
 
 def run_tasks(request: TasksRequest) -> None:
@@ -20,9 +23,15 @@ def run_tasks(request: TasksRequest) -> None:
     check_output(request.json)
     check_output(request.output)
     begun = time.process_time()
-    found = _of_model(request) if request.is_model else _of_costs(request)
+    of_run = None
+    if request.is_model:
+        found, of_run = _of_model(request)
+    else:
+        found = _of_costs(request)
     spent = time.process_time() - begun
-    if request.output is not None:
+    if of_run is not None:
+        write_output(request.output, of_run)  # type: ignore[arg-type]
+    elif request.output is not None:
         from fxpar.viz.waves import waves_html
 
         write_output(request.output, waves_html(found.plan, request.case or request.file, found.strategies))
@@ -37,21 +46,30 @@ def _of_costs(request: TasksRequest) -> TasksPlan:
         return TasksPlan(plan_waves(tasks.graph, tasks.devices(request.devices, request.devices_per_node)))
 
 
-def _of_model(request: TasksRequest) -> TasksPlan:
+def _of_model(request: TasksRequest) -> tuple[TasksPlan, str | None]:
+    """The plan, and the configuration of a run that follows it, if that is asked for. Raises TasksFileError."""
     from fxpar.cli.tasks_file import read_model_tasks
+    from fxpar.cli.tasks_run import is_run, read_run_tasks
     from fxpar.tasks import plan_tasks
 
-    tasks = read_model_tasks(request.file, request.devices, request.devices_per_node)
+    writes = request.output is not None and request.output.endswith(".toml")
+    run = read_run_tasks(request.file, request.devices, request.devices_per_node) if is_run(request.file) else None
+    if writes and run is None:
+        do = "Give the configuration of a run, with [task.NAME] sections, or write a page: -o plan.html"
+        raise TasksFileError(request.file, "", "it says nothing of data, so nothing can train as planned", do)
+    tasks = run.tasks if run else read_model_tasks(request.file, request.devices, request.devices_per_node)
     with working("capturing"):
         steps = tasks.steps()
     with working("lowering and planning"):
-        return plan_tasks(steps, tasks.cluster)
+        found = plan_tasks(steps, tasks.cluster)
+    return found, run.planned(found.runs, steps) if run and writes and found.runs else None
 
 
 def _document(found: TasksPlan, request: TasksRequest, spent: float) -> dict[str, Any]:
     plan = found.plan
     runs = {(run.piece, run.backward): run for run in plan.step.runs}
     waves = {piece: number for number, members in enumerate(plan.waves) for piece in members}
+    run = found.runs
     return {
         "tasks": request.case or request.file,
         "devices": plan.devices.count,
@@ -65,6 +83,9 @@ def _document(found: TasksPlan, request: TasksRequest, spent: float) -> dict[str
         "peak_bytes": list(plan.step.peak_bytes),
         "found_by": plan.found_by,
         "plan_cpu_s": spent,
+        **(
+            {} if run is None else {"run": {"step_ms": run.ms, "sequential_ms": run.sequential_ms, "tasks": _runs(run)}}
+        ),
         "pieces": [
             {
                 "metaop": plan.graph.metaops[piece.metaop].name,
@@ -81,6 +102,14 @@ def _document(found: TasksPlan, request: TasksRequest, spent: float) -> dict[str
             for at, piece in enumerate(plan.pieces)
         ],
     }
+
+
+def _runs(plan: RunPlan) -> list[dict[str, Any]]:
+    return [
+        {"task": run.task, "wave": number, "ranks": list(run.ranks), **asdict(run.option)}
+        for number, wave in enumerate(plan.waves)
+        for run in wave
+    ]
 
 
 def _assigned(found: TasksPlan, at: int) -> dict[str, Any]:
@@ -134,6 +163,23 @@ def _show(found: TasksPlan, request: TasksRequest, spent: float) -> None:
     peak = human_bytes(max(plan.step.peak_bytes))
     sent = f"devices receive from others for {plan.transfer_share:.1%} of the step"
     console.print(f"{sent}, and hold at most {peak}; planned in {spent:.2f} CPU s", markup=False)
+    if found.runs is not None:
+        _show_runs(found.runs)
+
+
+def _show_runs(plan: RunPlan) -> None:
+    """What `fxpar train` can follow."""
+    console = stdout_console()
+    step, faster = human_seconds(plan.ms / 1000), plan.sequential_ms / plan.ms
+    console.print(
+        f"\na run can follow this: step {step}, {faster:.2f} times as fast as one after the other", markup=False
+    )
+    rows = [
+        (str(number), run.task, ranges(run.ranks), run.option.strategy, f"{run.option.ms:.1f}")
+        for number, wave in enumerate(plan.waves)
+        for run in wave
+    ]
+    print_table(console, ("wave", "task", "ranks", "strategy", "ms"), rows, right=(0, 4))
 
 
 def ranges(devices: tuple[int, ...]) -> str:

@@ -18,8 +18,8 @@ ACTIONS = ("plan",)
 class TasksRequest:
     """Plan several tasks that train together: which layers of which encoder run when, and on which devices.
 
-    That is Spindle's problem. ACTION is plan. Nothing runs: FILE names a model and its tasks (TOML), which are captured
-    and priced, or says what a layer takes on how many devices (JSON).
+    That is Spindle's problem. ACTION is plan. Nothing runs: FILE names a model and its tasks, as a run does (TOML),
+    which are captured and priced, or says what a layer takes on how many devices (JSON).
     """
 
     action: Annotated[str, typer.Argument(metavar="ACTION", help="plan.")]
@@ -30,7 +30,8 @@ class TasksRequest:
         ),
     ] = None
     file: Annotated[
-        str, typer.Argument(metavar="[FILE]", help="A TOML file of a model, or JSON of MetaOps.", show_default=False)
+        str,
+        typer.Argument(metavar="[FILE]", help="A TOML file of a model or run, or JSON of MetaOps.", show_default=False),
     ] = ""
     case: Annotated[
         str | None,
@@ -44,7 +45,13 @@ class TasksRequest:
     json: Json = None
     output: Annotated[
         str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="A page that draws the plan.", show_default=False),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="A page that draws the plan; or, of a run's FILE, that run as planned: FILE.toml.",
+            show_default=False,
+        ),
     ] = None
 
     def __post_init__(self) -> None:

@@ -18,7 +18,8 @@ class Costs:
     """ms of the parts, each one number or a function of the action (so that stages and micro-batches may differ).
 
     `input_ms` and `weight_ms` are the halves of the backward; by default half of `backward_ms` each. `transfer_ms` is
-    from the end of the sender's action until the receiver has the value; it keeps no rank busy.
+    from the end of the sender's action until the receiver has the value; it keeps no rank busy. So much of a forward as
+    `early_ms` needs nothing of the stage before, and runs in front of the wait for it.
     """
 
     forward_ms: Cost = 1.0
@@ -26,6 +27,7 @@ class Costs:
     input_ms: Cost | None = None
     weight_ms: Cost | None = None
     transfer_ms: float | Callable[[Transfer], float] = 0.0
+    early_ms: Cost = 0.0
 
     def of(self, action: Action) -> float:
         """ms of one action."""
@@ -37,6 +39,10 @@ class Costs:
     def of_transfer(self, transfer: Transfer) -> float:
         """ms of one transfer between ranks."""
         return self.transfer_ms(transfer) if callable(self.transfer_ms) else self.transfer_ms
+
+    def before_it_waits(self, action: Action) -> float:
+        """ms of an action that run before what another stage sends has to be there."""
+        return _value(self.early_ms, action) if action.part == "F" else 0.0
 
 
 def _value(cost: Cost | None, action: Action) -> float:
@@ -90,10 +96,15 @@ def simulate(plan: Schedule, costs: Costs | None = None, *, limit: int | Sequenc
 
 
 def _needs(plan: Schedule, action: Action, costs: Costs) -> Iterator[tuple[Action, float]]:
-    """What must have ended before an action, and how long before: what comes from another rank travels."""
+    """What must have ended before an action, and how long before: what comes from another rank travels. An action that
+    does something before it waits may begin by as much earlier.
+    """
     incoming = needed_by(plan, action)
     for need in plan.needs(action):
-        yield need, costs.of_transfer(incoming) if incoming is not None and need.stage != action.stage else 0.0
+        if incoming is not None and need.stage != action.stage:
+            yield need, costs.of_transfer(incoming) - costs.before_it_waits(action)
+        else:
+            yield need, 0.0
 
 
 def _timeline(plan: Schedule, spans: list[list[Span]], limit: int | Sequence[int] | None) -> Timeline:

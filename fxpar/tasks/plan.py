@@ -15,6 +15,7 @@ from fxpar.runtime.options import as_precision, capture_step
 from fxpar.runtime.reading import is_row_of_tokens
 from fxpar.runtime.task import Task
 from fxpar.tasks.contract import TaskStep, contract
+from fxpar.tasks.runs import planned_runs
 from fxpar.tasks.times import task_graph
 from fxpar.tracer.finish import without_unread
 from fxpar.waves import Devices, plan_waves
@@ -43,13 +44,13 @@ def plan_tasks(tasks: Mapping[str, TaskStep], cluster: ClusterSpec, devices: int
     count = cluster.world if devices is None else devices
     cluster.require(count)
     found = contract(tasks)
-    graph, times = task_graph(tasks, found, cluster, count)
+    graph, times, layouts = task_graph(tasks, found, cluster, count)
     plan = plan_waves(graph, devices_of(cluster, count))
     chains = (
         replace(one.chain, strategies={width: timed.strategy for width, timed in mine.items()})
         for one, mine in zip(found, times, strict=True)
     )
-    return TasksPlan(plan, tuple(chains))
+    return TasksPlan(plan, tuple(chains), planned_runs(tasks, found, layouts, count))
 
 
 def devices_of(cluster: ClusterSpec, count: int) -> Devices:

@@ -33,22 +33,40 @@ class Timed:
     strategy: str
 
 
+@dataclass(frozen=True)
+class Layout:
+    """A strategy for a whole task, with as many `replicas`, and the ms of each of its MetaOps under it, in order."""
+
+    width: int
+    replicas: int
+    strategy: str
+    ms: tuple[float, ...]
+
+
+_FEW = 8  # devices, of which a tower may take what another one leaves
+
+
 def widths_of(devices: int) -> list[int]:
-    """Numbers of devices that MetaOps may run on: powers of two, and all."""
-    return sorted({2**i for i in range(devices.bit_length()) if 2**i <= devices} | {devices})
+    """Numbers of devices that MetaOps may run on: powers of two, and all; of few devices also what these leave."""
+    powers = {2**i for i in range(devices.bit_length()) if 2**i <= devices}
+    left = {devices - one for one in powers if one < devices} if devices <= _FEW else set()
+    return sorted(powers | left | {devices})
 
 
 def task_graph(
     tasks: Mapping[str, TaskStep], found: Sequence[Contracted], cluster: ClusterSpec, devices: int
-) -> tuple[TaskGraph, list[dict[int, Timed]]]:
-    """(what `fxpar.waves` plans with, by MetaOp the best strategy for each number of devices).
+) -> tuple[TaskGraph, list[dict[int, Timed]], dict[str, list[Layout]]]:
+    """(what `fxpar.waves` plans with, by MetaOp the best strategy for each number of devices, all layouts of tasks).
 
     Raises FitsNoDevicesError for a task that no strategy can run.
     """
     times: dict[int, dict[int, Timed]] = {}
+    layouts: dict[str, list[Layout]] = {}
     for name, step in tasks.items():
         mine = [i for i, one in enumerate(found) if one.task == name]
-        times |= dict(zip(mine, _times(name, step, [found[i] for i in mine], cluster, devices), strict=True))
+        layouts[name] = _all_layouts(name, step, [found[i] for i in mine], cluster, devices)
+        for place, i in enumerate(mine):
+            times[i] = _best(layouts[name], place, found[i].layers)
     metaops = tuple(
         MetaOp(
             one.chain.metaop,
@@ -62,14 +80,24 @@ def task_graph(
         for i, one in enumerate(found)
     )
     edges = tuple((metaops[a].name, metaops[i].name) for i, one in enumerate(found) for a in one.reads)
-    return TaskGraph(metaops, edges), [times[i] for i in range(len(found))]
+    return TaskGraph(metaops, edges), [times[i] for i in range(len(found))], layouts
 
 
-def _times(
+def _best(layouts: Sequence[Layout], metaop: int, layers: int) -> dict[int, Timed]:
+    """For each number of devices the least time of a layer of the MetaOp at this place."""
+    best: dict[int, Timed] = {}
+    for one in layouts:
+        ms = one.ms[metaop] / layers
+        if one.width not in best or ms < best[one.width].ms:
+            best[one.width] = Timed(ms, one.strategy)
+    return best
+
+
+def _all_layouts(
     task: str, step: TaskStep, found: Sequence[Contracted], cluster: ClusterSpec, devices: int
-) -> list[dict[int, Timed]]:
-    """By MetaOp of one task, then by number of devices: the least time over all layouts of these."""
-    best: list[dict[int, Timed]] = [{} for _ in found]
+) -> list[Layout]:
+    """Those that can run the task. Raises FitsNoDevicesError if there is none."""
+    layouts: list[Layout] = []
     refused: dict[str, str] = {}
     shares = shares_of(step, found)
     for cut in _layouts(cluster, devices):
@@ -80,25 +108,28 @@ def _times(
             refused[str(alone)] = str(error)
             continue
         assert not isinstance(program, PipelineGraph | TeamsGraph)
+        if program.padding_hazard and any(dim.example % program.divisors.get(dim.name, 1) for dim in program.dims):
+            refused[str(alone)] = "the sizes of its example do not divide"
+            continue
         costs = costs_of(program, shares, len(found), cluster)
         for width in widths_of(devices):
             replicas, left = divmod(width, alone.world)
             if left or not 1 <= replicas <= step.batches:
                 continue
-            strategy = str(of_degrees(replicas, 1, *cut))
-            for mine, one, cost in zip(best, found, costs, strict=True):
-                ms = _MS * _seconds(step, program, cost, math.ceil(step.batches / replicas)) / one.layers
-                if width not in mine or ms < mine[width].ms:
-                    mine[width] = Timed(ms, strategy)
-    if not all(best):
+            batches = math.ceil(step.batches / replicas)
+            ms = tuple(_MS * _seconds(step, program, cost, batches) for cost in costs)
+            layouts.append(Layout(width, replicas, str(of_degrees(replicas, 1, *cut)), ms))
+    if not layouts:
         why = "; ".join(f"{name}: {text}" for name, text in list(refused.items())[:2])
         raise FitsNoDevicesError(task, f"it runs under no strategy. {why}", "Change its example or its loss")
-    return best
+    return layouts
 
 
 def _layouts(cluster: ClusterSpec, devices: int) -> Iterator[tuple[int, int]]:
     """One replica on up to so many devices: degrees in which tokens or rows are cut, and weights (within a node)."""
     for weights in widths_of(min(devices, cluster.devices_per_node)):
+        if weights & (weights - 1) and weights != devices:
+            continue  # heads and widths are seldom multiples of it
         for tokens in widths_of(devices // weights):
             yield tokens, weights
 

@@ -100,6 +100,7 @@ class Inside:
     program: Program
     cluster: ClusterSpec
     sends: dict[tuple[int, str], Term] = field(default_factory=dict)
+    _early: dict[int, Term] = field(default_factory=dict)
 
     @cached_property
     def nodes(self) -> dict[tuple[int, str], list[NodeCost]]:
@@ -152,6 +153,16 @@ class Inside:
             self.sends[stage, what] = Term.of([handed_on_s(self.program, stage, kind, self.cluster)], 1e3)
         return self.sends[stage, what].at(lengths)
 
+    def early_ms(self, stage: int, lengths: Sequence[int]) -> float:
+        """ms of the forward of a stage that run while what it receives is on its way: a tower of its own."""
+        if stage not in self._early:
+            placed = self.program.placed[stage]
+            early = placed.early if isinstance(placed, StageProgram) else None
+            names = set() if early is None else {node.name for node in early.graph.nodes}
+            found = [cost.exposed for cost in self.nodes[stage, "forward"] if cost.name in names] if names else []
+            self._early[stage] = Term.of(found, 1e3)
+        return self._early[stage].at(lengths)
+
     def timeline(self, plan: Schedule, lengths: Sequence[int]) -> Timeline:
         """A schedule of the program's stages on paper, all micro-batches with sequences of these lengths."""
 
@@ -161,7 +172,10 @@ class Inside:
         def transfer_ms(transfer: Transfer) -> float:
             return self.send_ms(transfer.stage, transfer.what, lengths)
 
-        return simulate(plan, Costs(ms, ms, ms, ms, transfer_ms))
+        def early_ms(action: Action) -> float:
+            return self.early_ms(action.stage, lengths)
+
+        return simulate(plan, Costs(ms, ms, ms, ms, transfer_ms, early_ms))
 
     def _parts(self, program: Program) -> Mapping[str, Part]:
         """The graphs that run: the backward of a stage whole, or in halves where the schedule has it so."""

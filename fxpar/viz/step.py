@@ -305,19 +305,23 @@ def _actions(one: Planned, program: PipelineGraph, replica: int, slots: int, loc
     plan = plan_pipeline(program, slots)
     mine = one.group.micro_batches[replica]
 
-    def ms(action: Action) -> float:
-        def of(lengths: Lengths) -> float:
-            return one.inside.ms(action.stage, ACTION_PARTS[action.part], lengths)
-
+    def at(action: Action, of: Callable[[Lengths], float]) -> float:
         number = min(action.micro_batch, slots - 1)  # a round is filled up with copies of the last one
         return _slot_ms(one, number, of) if lockstep else of(mine[number])
+
+    def ms(action: Action) -> float:
+        return at(action, lambda lengths: one.inside.ms(action.stage, ACTION_PARTS[action.part], lengths))
+
+    def early_ms(action: Action) -> float:
+        return at(action, lambda lengths: one.inside.early_ms(action.stage, lengths))
 
     def transfer_ms(transfer: Transfer) -> float:
         lengths = mine[min(transfer.micro_batch, len(mine) - 1)] if mine else ()
         return one.inside.send_ms(transfer.stage, transfer.what, lengths)
 
-    costs = Costs(forward_ms=ms, backward_ms=ms, input_ms=ms, weight_ms=ms, transfer_ms=transfer_ms)
-    return [[_action(span) for span in done] for done in simulate(plan, costs).spans]
+    return [
+        [_action(span) for span in done] for done in simulate(plan, Costs(ms, ms, ms, ms, transfer_ms, early_ms)).spans
+    ]
 
 
 def _action(span: Span) -> tuple[str, float, float, int, int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fxpar.waves.plan import WavePlan
+from fxpar.waves.runs import RunPlan
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,13 @@ class Assignment:
 
 @dataclass(frozen=True)
 class TasksPlan:
-    """A plan, and the chain of each MetaOp of its graph; none where the plan is of costs without a model."""
+    """A plan, the chain of each MetaOp of its graph, and the plan that a run can follow; the latter two not where the
+    plan is of costs without a model.
+    """
 
     plan: WavePlan
     chains: tuple[Chain, ...] = ()
+    runs: RunPlan | None = None
 
     @property
     def strategies(self) -> dict[tuple[int, int], str]:

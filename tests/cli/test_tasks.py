@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,10 @@ import typer
 from fxpar.cli.tasks import ranges, run_tasks
 from fxpar.cli.tasks_commands import TasksRequest
 from fxpar.cli.tasks_file import read_model_tasks
-from fxpar.errors import FitsNoDevicesError, OutputError, TaskGraphError, TasksFileError
+from fxpar.cli.tasks_run import RunTasks, to_toml
+from fxpar.errors import ConfigError, FitsNoDevicesError, OutputError, TaskGraphError, TasksFileError
+from fxpar.train.config import read_config
+from fxpar.waves.runs import Option, RunPlan, TaskRun
 
 
 @pytest.fixture
@@ -149,6 +153,68 @@ def test_a_plan_of_a_model(of_model, capsys):
     assert "layers 0 to 1, backward" in Path("plan.html").read_text()
 
 
+RUN = """
+[model]
+name = "towers.py:build"
+
+[run]
+steps = 3
+device = "cpu"
+
+[task.first]
+loss = "loss"
+data = "item"
+items = 2
+weight = 0.5
+dynamic = { x = { 0 = "B" } }
+strategies = { 4 = "dp1", 16 = "dp7" }
+ranks = [5]
+
+[task."of many words"]
+loss = "loss"
+data = "item"
+items = 1
+"""
+
+
+@pytest.fixture
+def of_run(of_model):
+    Path("towers.py").write_text(f"{MODEL}\ndef item(number):\n    return example()\n")
+    Path("run.toml").write_text(RUN)
+    return "run.toml"
+
+
+def test_a_run_is_written_as_planned(of_run, capsys):
+    """With strategies for as long sequences as it named, or else for the example; all else is as it was."""
+    run_tasks(TasksRequest("plan", 2, of_run, json="plan.json", output="planned.toml"))
+    assert "a run can follow this: step" in capsys.readouterr().out
+    found, before = read_config("planned.toml"), tomllib.loads(RUN)
+    placed = {one["task"]: one for one in json.loads(Path("plan.json").read_text())["run"]["tasks"]}
+    assert list(found.tasks) == list(placed)
+    assert (found.run.ranks, found.run.steps, found.world) == (2, 3, 2)
+    for name, limit in (("first", "16"), ("of many words", "4")):
+        mine, one = placed[name], found.tasks[name]
+        assert one.strategies == {limit: mine["strategy"]}
+        assert one.ranks == (mine["ranks"] if len(mine["ranks"]) < 2 else None)
+        assert (one.loss, one.items) == ("loss", before["task"][name]["items"])
+    assert (found.tasks["first"].weight, found.tasks["first"].dims) == (0.5, {"x": {0: "B"}})
+
+
+def test_runs_that_cannot_be_planned(of_run, of_model):
+    with pytest.raises(TasksFileError, match=r"run.ranks: it is missing. Write it, or --devices N"):
+        run_tasks(TasksRequest("plan", None, of_run))
+    with pytest.raises(TasksFileError, match="it says nothing of data, so nothing can train as planned"):
+        run_tasks(TasksRequest("plan", 2, of_model, output="planned.toml"))
+    Path(of_run).write_text(RUN.replace("weight", "wieght"))
+    with pytest.raises(ConfigError, match="did you mean 'weight'"):
+        run_tasks(TasksRequest("plan", 2, of_run))
+
+
+def test_tables_are_written_as_they_were():
+    tables = tomllib.loads(RUN + '[model.options]\n"a b" = [1.5, true, "c\\"d"]\n')
+    assert tomllib.loads(to_toml(tables)) == tables
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -193,3 +259,11 @@ def test_a_file_may_name_functions_and_models_that_bring_all(of_model):
     assert two.example is not None
     assert two.example["x"].shape == (4, 8)
     assert read.cluster.world == 2
+
+
+def test_a_task_on_all_ranks_names_none():
+    """Only such a task may write buffers and run in plain calls."""
+    runs = RunTasks({"task": {"one": {"loss": "loss", "ranks": [5]}}}, None, {"one": 8})  # type: ignore[arg-type]
+    plan = RunPlan(2, ((TaskRun("one", (0, 1), Option(2, 1.0, "dp2")),),), 1.0)
+    task = {"loss": "loss", "strategies": {"8": "dp2"}}
+    assert tomllib.loads(runs.planned(plan, {})) == {"run": {"ranks": 2}, "task": {"one": task}}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import fxpar
+from fxpar.cost.cluster import usual_cluster
 from fxpar.ir.handover import Handover
 from fxpar.runtime.pipeline import BoundPipeline, _Group, plan_pipeline
 from fxpar.schedule import Action, Wait, with_transfers
+from fxpar.viz.inside import Inside
 
 
 class Two(nn.Module):
@@ -45,6 +48,18 @@ def test_a_stage_begins_with_what_is_its_own():
     # Half of the backward is all that the other stage waits for: none of it is of this tower.
     assert "other" not in ops(second.input_part)
     assert "other" in ops(second.weight_part)
+
+
+def test_a_tower_is_predicted_to_run_beside_the_other():
+    """All of the second stage but the layer on what both have made."""
+    inside = Inside(program("tp1+zb_h1+cut(other) > tp1"), usual_cluster(2))
+    early, there_ms = inside.early_ms(1, (4,)), inside.send_ms(0, "activation", (4,))
+    assert inside.early_ms(0, (4,)) == 0.0
+    late = {node.name for node in inside.program.stages[1].late.graph.nodes if node.op == "call_function"}
+    late_ms = sum(ms for name, ms in inside.node_ms(1, "forward", (4,)).items() if name in late)
+    assert 0.0 < early == pytest.approx(inside.ms(1, "forward", (4,)) - late_ms)
+    first, second = inside.timeline(plan_pipeline(inside.program, 1), (4,)).spans
+    assert second[0].start_ms == pytest.approx(first[0].end_ms + there_ms - early)
 
 
 def test_a_stage_that_reads_nothing_but_what_comes_begins_with_nothing():

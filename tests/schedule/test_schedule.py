@@ -76,6 +76,16 @@ def test_runs_with_any_costs(plan, seed):
     assert 0.0 <= timeline.bubble_fraction < 1.0
 
 
+@pytest.mark.parametrize(("early", "begins"), [(0.0, 5.0), (3.0, 2.0), (8.0, 0.0)])
+def test_what_needs_nothing_of_the_stage_before_runs_in_front_of_the_wait(early, begins):
+    """A tower of ten: what is left of it runs when the other one's features are there."""
+    plan = schedule("zb_h1", 2, 1)
+    costs = Costs(lambda a: (4.0, 10.0)[a.stage], 1.0, transfer_ms=1.0, early_ms=lambda a: a.stage * early)
+    (one, other) = (spans[0] for spans in simulate(plan, costs).spans)
+    assert (one.start_ms, one.end_ms) == (0.0, 4.0)
+    assert (other.start_ms, other.end_ms) == (begins, begins + 10.0)
+
+
 @given(schedules(), times, times)
 def test_bubble_is_as_the_formula_says(plan, forward, backward):
     if plan.kind == "zb_h1":

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
+from fxpar import Task
 from fxpar.cost.cluster import usual_cluster
 from fxpar.cost.group import group_cost
 from fxpar.errors import ClusterError
 from fxpar.ir.node_meta import fqn_of
 from fxpar.lowering import lower
-from fxpar.tasks import TaskStep, plan_tasks
+from fxpar.tasks import TaskStep, captured, plan_tasks
 from fxpar.tasks.contract import contract
 from fxpar.tasks.plan import devices_of
 from fxpar.tasks.times import costs_of, shares_of, widths_of
+from tests.runtime.test_pipeline_towers import Two
 from tests.tasks.towers import step
 
 CLUSTER = usual_cluster(2)
@@ -74,7 +77,7 @@ def test_devices_are_those_of_the_cluster():
     found = devices_of(usual_cluster(16), 16)
     assert (found.count, found.per_node, found.within_gb_per_s, found.between_gb_per_s) == (16, 8, 200, 25)
     assert found.memory_bytes == math.inf
-    assert widths_of(12) == [1, 2, 4, 8, 12]
+    assert (widths_of(12), widths_of(6)) == ([1, 2, 4, 8, 12], [1, 2, 4, 5, 6])
 
 
 def test_code_that_two_metaops_have_is_split_between_them():
@@ -87,3 +90,25 @@ def test_code_that_two_metaops_have_is_split_between_them():
     assert 0 < shares[""][0] < 1
     costs = costs_of(program, shares, 2, CLUSTER)
     assert float(sum(one.at(8) for one in costs)) == pytest.approx(group_cost(program, CLUSTER).seconds([8]), rel=1e-9)
+
+
+def test_a_run_can_follow_the_plan(planned):
+    """Batches spread over both ranks take as long as one task after the other, here."""
+    runs = planned.runs
+    assert {run.task for run in runs.runs} == {"caption", "text"}
+    assert runs.ms <= runs.sequential_ms * (1 + 1e-9)
+    assert all(set(run.ranks) <= {0, 1} for run in runs.runs)
+
+
+def test_towers_run_side_by_side_where_that_is_shorter():
+    """One batch of four rows: what two ranks save of a small tower is less than what another tower beside it does."""
+    example = {"x": torch.randn(4, 8), "y": torch.randn(4, 8)}
+    rows = {"x": {0: "B"}, "y": {0: "B"}}
+    step = captured(Two(), Task(lambda model, batch: model(batch["x"], batch["y"]).sum(), example, dynamic=rows))
+    plan = plan_tasks({"both": step}, CLUSTER)
+    (run,) = plan.runs.runs
+    assert (run.ranks, run.option.strategy) == ((0, 1), "dp1+zb_h1+cut(other) > dp1")
+    alone = {one.name: one.layer_ms[1] for one in plan.plan.graph.metaops}
+    tower = alone["both.one"] + alone["both.loss"]  # and what is made of it before the two meet
+    assert run.option.ms == pytest.approx(sum(alone.values()) - tower)
+    assert run.option.ms < plan.runs.sequential_ms
