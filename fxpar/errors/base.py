@@ -28,6 +28,10 @@ class FxparError(Exception):
     def __init__(self, *args: object) -> None:
         super().__init__(*(shortened(one) if isinstance(one, str) else one for one in args))
 
+    def name_task(self, name: str) -> None:
+        """Put the name of a task in front of the message."""
+        self.args = (f"task {name!r}: {self}",)
+
     def __init_subclass__(cls) -> None:
         if cls.__module__.startswith("fxpar.errors."):
             cls.__module__ = "fxpar.errors"  # where it is imported from, and what a traceback says

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -22,7 +23,18 @@ from fxpar.batching.collate import (
     valid_tokens,
 )
 from fxpar.batching.ids import IdLimit, check_ids
-from fxpar.errors import BatchIdError, NoValidTokenError, WholeBatchError, WholeBatchesError, a_type, nearest
+from fxpar.errors import (
+    BatchIdError,
+    FxparError,
+    LengthMultipleError,
+    NoValidTokenError,
+    SequenceTooLongError,
+    WholeBatchError,
+    WholeBatchesError,
+    WholeBatchSizeError,
+    a_type,
+    nearest,
+)
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import TOKENS, LogicalGraph, TensorMeta, dim_symbol
 from fxpar.losses import IGNORE_INDEX
@@ -61,6 +73,14 @@ class Reading(ABC):
     @abstractmethod
     def length(self, item: Sequence_) -> int:
         """What limits of strategies are about."""
+
+    @abstractmethod
+    def retold(self, error: LengthMultipleError | SequenceTooLongError) -> FxparError:
+        """What the planner says of a length, in terms of what has it."""
+
+    @abstractmethod
+    def check_divides(self, program: Program, items: Sequence[Sequence_], indices: Iterable[int]) -> None:
+        """Raise an error for the first of these items that a program would have to pad, and may not."""
 
     @abstractmethod
     def valid(self, items: Sequence[Sequence_]) -> int:
@@ -102,6 +122,12 @@ class TokenRows(Reading):
 
     def length(self, item: Sequence_) -> int:
         return sequence_length(item)
+
+    def retold(self, error: LengthMultipleError | SequenceTooLongError) -> FxparError:
+        return error
+
+    def check_divides(self, program: Program, items: Sequence[Sequence_], indices: Iterable[int]) -> None:
+        """Lengths are those of groups, which divide."""
 
     def valid(self, items: Sequence[Sequence_]) -> int:
         return valid_tokens(items)
@@ -149,7 +175,8 @@ class WholeBatches(Reading):
                 for size, have in zip(meta.shape, value.shape, strict=True)
             ):
                 why = f"has {key!r} of shape {list(value.shape)}; the captured step reads [{wanted}]"
-                raise WholeBatchError(index, f"{why}, where one letter is one size in all of its tensors")
+                how = "where one letter is one size in all of its tensors, and numbers are fixed: `dynamic` of the task"
+                raise WholeBatchError(index, f"{why}, {how} names sizes that may differ")
             if not value.numel():
                 raise WholeBatchError(index, f"has {key!r} of shape {list(value.shape)}: leave empty batches out")
 
@@ -183,6 +210,24 @@ class WholeBatches(Reading):
             return 1
         _, key, d = self._length_at
         return item[key].shape[d]  # type: ignore[index,call-overload]
+
+    def retold(self, error: LengthMultipleError | SequenceTooLongError) -> FxparError:
+        if self._length_at is None:
+            return error
+        name, key, dim = self._length_at
+        return WholeBatchSizeError(error.index, key, dim, name, error.length, error.allowed)
+
+    def check_divides(self, program: Program, items: Sequence[Sequence_], indices: Iterable[int]) -> None:
+        """Its length divides, as those of groups do; another one of its sizes may not."""
+        if not program.padding_hazard:
+            return
+        for index, (key, meta) in itertools.product(indices, self.keys.items()):
+            for d, size in enumerate(meta.shape):
+                have, multiple = items[index][key].shape[d], program.divisors.get(str(size), 1)  # type: ignore[index,call-overload]
+                if have % multiple:
+                    allowed = f"the model would see padding, so it must be a multiple of {multiple}"
+                    allowed += f" ({str(program.strategy)!r})"
+                    raise WholeBatchSizeError(index, key, d, str(size), have, allowed)
 
     def valid(self, items: Sequence[Sequence_]) -> int:
         count = sum(_rows(item) if "labels" not in self.keys else _labels(item) for item in items)  # type: ignore[arg-type]
