@@ -13,8 +13,8 @@ Every valid token has weight 1 / (valid tokens of the mini-batch), so no plan ch
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal, Protocol
@@ -29,12 +29,12 @@ from fxpar.batching.lengths import LengthLimits
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.group_cost import Cost
 from fxpar.errors import (
-    FxparError,
     LengthMultipleError,
     ModelLengthError,
     NoGradError,
     ReplanError,
     SequenceTooLongError,
+    naming_task,
 )
 from fxpar.runtime.ahead import PlansAhead
 from fxpar.runtime.binding import Bound
@@ -154,18 +154,8 @@ class Engine:
 
     def plan(self, sequences: Sequence[Sequence_]) -> BatchPlan:
         """What `step` would run, in that order. Raises the errors of `fxpar.batching`."""
-        with self._told():
+        with naming_task(self.task):
             return self._plan(self._apart(sequences, self.options.split), self.options.packed)
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """What is wrong with a mini-batch of a task names the task."""
-        try:
-            yield
-        except FxparError as error:
-            if self.task:
-                error.name_task(self.task)
-            raise
 
     def _apart(self, sequences: Sequence[Sequence_], split: bool) -> Sequence[Sequence_]:
         """What runs: the sequences, or (`split`) their documents where the graph would not keep those apart."""
@@ -246,7 +236,7 @@ class Engine:
         alone = given.forward_keys is not None
         if not (alone or torch.is_grad_enabled()):
             raise NoGradError
-        with self._told():
+        with naming_task(self.task):
             check_denominator(given.denominator)
             parts = self._apart(given.sequences, self.options.split or alone)
             self.reading.check_present(parts, given.forward_keys or ())

@@ -22,7 +22,7 @@ from fxpar.batching.collate import (
     documents_of,
     valid_tokens,
 )
-from fxpar.batching.ids import IdLimit, check_ids
+from fxpar.batching.ids import IdLimit, check_ids, id_limits
 from fxpar.errors import (
     BatchIdError,
     FxparError,
@@ -36,7 +36,7 @@ from fxpar.errors import (
     nearest,
 )
 from fxpar.ir.exec_graph import Program
-from fxpar.ir.graph import TOKENS, LogicalGraph, TensorMeta, dim_symbol
+from fxpar.ir.graph import TOKEN_NUMBERS, TOKENS, LogicalGraph, TensorMeta, dim_symbol
 from fxpar.losses import IGNORE_INDEX
 from fxpar.runtime.micro import as_one_sequence, row_of, sequence_length
 from fxpar.runtime.padding import pad
@@ -260,3 +260,13 @@ def is_row_of_tokens(logical: LogicalGraph) -> bool:
     shapes = {info.fqn: info.meta.shape for info in logical.inputs if info.kind == "batch"}
     ids = any(ALIASES.get(key, key) == "input_ids" for key in shapes)
     return ids and all(shape[:2] == (1, token) or shape[:1] == (token,) for shape in shapes.values())
+
+
+def reading_of(logical: LogicalGraph, *, of_task: bool) -> Reading:
+    """How the mini-batches of a captured step are read: a task's may be whole batches."""
+    placed = zip(logical.placeholders, logical.inputs, strict=True)
+    read = {info.fqn: info.meta for node, info in placed if info.kind == "batch" and node.users}
+    read.pop(TOKEN_NUMBERS, None)
+    if of_task and not is_row_of_tokens(logical):
+        return WholeBatches(read, id_limits(logical, {}))
+    return TokenRows(read, id_limits(logical))

@@ -34,6 +34,7 @@ from fxpar.train.optimize import CLASSES
 from fxpar.train.schema import shown
 from fxpar.train.session import TRAINED, latest
 from fxpar.train.task_source import check_tasks, task_model
+from fxpar.train.tasks import texts_of as task_texts
 
 RANKS_PER_CORE = 4  # more are a mistake, if nobody said how many
 
@@ -42,7 +43,8 @@ def check_ranks(config: TrainConfig) -> None:
     """See that this machine is to run the ranks. Raises TooManyRanksError."""
     cores = os.cpu_count() or 1
     if config.run.ranks is None and config.world > RANKS_PER_CORE * cores:
-        raise TooManyRanksError(config.strategies[-1][1], config.world, cores)
+        texts = task_texts(config.tasks, config.strategies)
+        raise TooManyRanksError(max(texts, key=lambda text: formations(text)[0].world), config.world, cores)
 
 
 def preflight(config: TrainConfig) -> None:
