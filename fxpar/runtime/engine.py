@@ -259,7 +259,7 @@ class Engine:
         for group in groups:
             name, lengths = self.names[group.group], self.reading.lengths([sequences[i] for i in group.sequences])
             made = partial(self._micro_batches, self.bound[name], group, sequences, scale)
-            found.append(GroupWork(self.groups[group.group], name, group, lengths, made))
+            found.append(GroupWork(self.groups[group.group], name, group, lengths, made, self.reading.unit))
         return found
 
     def runs(self, groups: Sequence[GroupPlan], sequences: Sequence[Sequence_]) -> list[GroupRun]:

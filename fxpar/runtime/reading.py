@@ -40,8 +40,12 @@ from fxpar.ir.graph import TOKEN_NUMBERS, TOKENS, LogicalGraph, TensorMeta, dim_
 from fxpar.losses import IGNORE_INDEX
 from fxpar.runtime.micro import as_one_sequence, row_of, sequence_length
 from fxpar.runtime.padding import pad
+from fxpar.tracer.dynamic import BATCH as ROWS
 
 Sequence_ = Tensor | Mapping[str, Tensor]
+
+
+_UNITS = {TOKENS: "tokens", ROWS: "rows", "": "batches"}
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,11 @@ class Reading(ABC):
     @abstractmethod
     def length_dim(self) -> str:
         """The dynamic dim that a length is of; empty if there is none."""
+
+    @property
+    def unit(self) -> str:
+        """What a length counts: tokens, rows, another dim by its name, or batches of a fixed size."""
+        return _UNITS.get(self.length_dim, self.length_dim)
 
     @abstractmethod
     def check(self, items: Sequence[Sequence_]) -> None:

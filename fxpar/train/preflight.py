@@ -32,7 +32,7 @@ from fxpar.train.config import TrainConfig, described_cluster
 from fxpar.train.model import VOCAB_MULTIPLE, shapes_for, shapes_of
 from fxpar.train.optimize import CLASSES
 from fxpar.train.schema import shown
-from fxpar.train.session import TRAINED, latest
+from fxpar.train.session import TRAINED, check_steps_left, latest
 from fxpar.train.task_source import check_tasks, task_model
 from fxpar.train.tasks import texts_of as task_texts
 
@@ -44,7 +44,7 @@ def check_ranks(config: TrainConfig) -> None:
     cores = os.cpu_count() or 1
     if config.run.ranks is None and config.world > RANKS_PER_CORE * cores:
         texts = task_texts(config.tasks, config.strategies)
-        raise TooManyRanksError(max(texts, key=lambda text: formations(text)[0].world), config.world, cores)
+        raise TooManyRanksError(max(reversed(texts), key=lambda text: formations(text)[0].world), config.world, cores)
 
 
 def preflight(config: TrainConfig) -> None:
@@ -109,7 +109,10 @@ def check_resumed(config: TrainConfig, checkpoint: Path) -> None:
     """See that a run with this configuration goes through the data as the one that wrote the checkpoint, as far as the
     configuration shows. Raises ResumeError, CorruptCheckpointError.
     """
-    loader = read_extra(checkpoint).get("loader")
+    extra = read_extra(checkpoint)
+    done, loader = extra.get("step"), extra.get("loader")
+    if isinstance(done, int):
+        check_steps_left(checkpoint, done, config)
     before = loader.get("fingerprint") if isinstance(loader, dict) else None
     now: dict[str, tuple[str, object]] = {
         "max_length": ("data.max_length", config.max_length),

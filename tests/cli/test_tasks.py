@@ -14,6 +14,7 @@ from fxpar.cli.tasks import ranges, run_tasks
 from fxpar.cli.tasks_commands import TasksRequest
 from fxpar.cli.tasks_file import read_model_tasks
 from fxpar.errors import FitsNoDevicesError, OutputError, TaskGraphError, TasksFileError
+from tests.cli.helpers import fxpar
 
 
 @pytest.fixture
@@ -193,3 +194,36 @@ def test_a_file_may_name_functions_and_models_that_bring_all(of_model):
     assert two.example is not None
     assert two.example["x"].shape == (4, 8)
     assert read.cluster.world == 2
+
+
+RUN = """
+[model]
+name = "towers.py:build"
+[task.both]
+loss = "loss"
+data = "item"
+items = 3
+dynamic = {x = {0 = "B"}}
+strategies = {8 = "dp2"}
+[precision]
+compute = "bf16"
+"""
+
+
+def test_the_configuration_of_a_run_is_planned(of_model, capsys):
+    Path("towers.py").write_text(f"{MODEL}\ndef item(number):\n    return example()\n")
+    Path("run.toml").write_text(RUN)
+    read = read_model_tasks("run.toml", None, 8)
+    assert (read.cluster.world, read.precision, read.tasks["both"][1]) == (2, "bf16", 3)
+    assert read_model_tasks("run.toml", 4, 8).cluster.world == 4
+    run_tasks(TasksRequest("plan", None, "run.toml"))
+    assert "run.toml on 2 devices: 3 MetaOps" in capsys.readouterr().out
+    one = '[model]\nname = "llama"\noptions = {dim = 8}\n[data]\nsource = "a"\nbatch_sequences = 2\n'
+    Path("one.toml").write_text(f'{one}[strategies]\n8 = "dp1"')
+    with pytest.raises(TasksFileError, match=r"this run has one loss\. Plan it with fxpar plan"):
+        read_model_tasks("one.toml", None, 8)
+    for file, told in (
+        ("one.toml", "Write its model: llama --set dim=8. Built-in"),
+        ("run.toml", "Write FILE.py:FUNC"),
+    ):
+        assert told in fxpar("memory", file, "-s", "dp1")[2]
