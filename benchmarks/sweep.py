@@ -38,7 +38,7 @@ from fxpar.batching.documents import split_documents
 from fxpar.checking import check
 from fxpar.checking.eager import WithoutFloat32, compare_with_eager
 from fxpar.checking.widen import widen
-from fxpar.errors import FxparError
+from fxpar.errors import CheckedLengthError, FxparError
 from fxpar.flow import padding_hazard
 from fxpar.ir.graph import LogicalGraph
 from fxpar.models import load
@@ -66,6 +66,8 @@ def sweep_one(name: str) -> dict[str, Any]:
     eager, wide, why = math.inf, 0.0, ""
     try:
         eager = _off(logical, model, alone)
+    except CheckedLengthError as error:
+        return {"status": "refused", "why": _line(error)}
     except Exception as error:
         why = _line(error)
     if not eager < EAGER_LIMIT:

@@ -73,7 +73,7 @@ def plan_batch(
     """
     if len(costs) != len(groups):
         raise GroupCostsError(len(groups), len(costs))
-    planner = _Planner(groups, costs, border_s, packed, _by_group(lengths, groups), {} if known is None else known)
+    planner = _Planner(groups, costs, border_s, packed, by_group(lengths, groups), {} if known is None else known)
     running = tuple(g for g, members in enumerate(planner.members) if members)
     if merge and all(group.multiple == 1 for group in groups):
         running = planner.search(running)
@@ -83,8 +83,11 @@ def plan_batch(
     return planner.plan(choice)
 
 
-def _by_group(lengths: Sequence[int], groups: Sequence[LengthGroup]) -> list[list[Member]]:
-    """(index, length) of the sequences of each group."""
+def by_group(lengths: Sequence[int], groups: Sequence[LengthGroup]) -> list[list[Member]]:
+    """(index, length) of the sequences of each group.
+
+    Raises EmptyMiniBatchError, SequenceError, SequenceTooLongError, LengthMultipleError.
+    """
     if not len(lengths):
         raise EmptyMiniBatchError
     members: list[list[Member]] = [[] for _ in groups]

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.batching.ids import id_limits
-from fxpar.errors import BatchIdError, RowMeanError
-from fxpar.ir.graph import LogicalGraph
+from fxpar.batching.lengths import length_limits
+from fxpar.errors import BatchIdError, CheckedLengthError, RowMeanError
+from fxpar.ir.graph import TOKENS, LogicalGraph
 from fxpar.losses import LossFunction, with_metrics
+from fxpar.runtime.padding import batch_dims
 
 Batch = Mapping[str, Tensor]
 _CLOSE = 1e-4  # relative: rounding of rows that are added up in another order
@@ -27,6 +29,14 @@ def check_values(logical: LogicalGraph, batches: Sequence[Batch]) -> None:
             bad = values[limit.outside(values)]
             if bad.numel():
                 raise BatchIdError(key, int(bad.reshape(-1)[0]), limit.rows, limit.table)
+
+
+def check_length(logical: LogicalGraph, batch: Batch, error: RuntimeError) -> None:
+    """Raise CheckedLengthError if the graph failed on a document that is too short or too long for it."""
+    limits = length_limits(logical)
+    length = batch_dims(logical.inputs, logical.dims, batch).get(TOKENS)
+    if length is not None and not limits.hold(length):
+        raise CheckedLengthError(length, str(limits)) from error
 
 
 def unread_keys(logical: LogicalGraph, batch: Batch) -> list[str]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.batching.documents import cut_in_documents, mark_documents, split_documents
+from fxpar.checking.batches import check_length
 from fxpar.checking.eager import NOISE, relative_error
 from fxpar.checking.terms import squares, summed_terms
 from fxpar.checking.widen import wide_tensor, widen
@@ -189,7 +190,11 @@ class _Oracle:
             else:
                 values.append(sources[info.kind][info.fqn])
         with torch.no_grad():
-            found = list(self._module(*values))
+            try:
+                found = list(self._module(*values))
+            except RuntimeError as error:
+                check_length(self._logical, batch, error)
+                raise
         results, terms = found[: self._results], iter(found[self._results :])
         return [*results, *(squares([next(terms) for _ in range(count)]) for count in self._counts)]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fxpar.checking.batches import check_length
 from fxpar.errors import ExampleRunError, FxparError
 from fxpar.ir.exec_graph import compile_graph
 from fxpar.ir.graph import LogicalGraph
@@ -63,7 +64,8 @@ def compare_with_eager(
     `loss_fn` must return the sum over tokens; a mean that capture rewrote to a sum differs by the number of tokens,
     which is divided out. The model's parameters and buffers are left as they are.
 
-    Raises ExampleRunError if the model does not run on the batch.
+    Raises ExampleRunError if the model does not run on the batch, CheckedLengthError for a length that only the model
+    takes.
     """
     if logical.gm.graph.find_nodes(op="call_function", target=torch.ops.fxpar.dropout.default):
         return None
@@ -80,7 +82,11 @@ def compare_with_eager(
     with torch.no_grad():
         for name, value in model.named_buffers():
             value.copy_(buffers[name])  # batch norms count their steps
-        results = compile_graph(logical.gm.graph)(*_arguments(logical, params, buffers, batch))
+        try:
+            results = compile_graph(logical.gm.graph)(*_arguments(logical, params, buffers, batch))
+        except RuntimeError as error:
+            check_length(logical, batch, error)
+            raise
     graph_grads = {o.fqn: r for o, r in zip(logical.outputs, results, strict=True) if o.kind == "grad"}
     ratio = float(results[0] / loss.detach()) if float(loss) else 1.0
     # A mean over n tokens became a sum: the graph's loss is n times the model's, and n is a whole number.

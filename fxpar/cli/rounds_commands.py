@@ -86,6 +86,8 @@ class RoundsRequest:
         if self.source.model and (self.cost in PUBLISHED):
             why = f"{self.cost} is the cost of a model of its own; with MODEL name a cluster, such as h100 or FILE.json"
             raise typer.BadParameter(why, param_hint="--cost")
+        if self.strategy is not None and not self.strategy.strip():
+            raise typer.BadParameter("it is empty; name a strategy, or leave it out", param_hint="--strategy")
         if self.strategy is not None and not self.source.model:
             raise typer.BadParameter("it is of a model; name MODEL", param_hint="--strategy")
 

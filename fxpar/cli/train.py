@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,20 @@ from fxpar.cli.console import INTERRUPTED, stderr_console, stdout_console
 from fxpar.cli.names import EXAMPLE_NAMES
 from fxpar.cli.request import check_output, write_output
 from fxpar.cli.run_commands import TrainRequest
-from fxpar.errors import CompareError, FxparError, LaunchError, NoConfigError, PlanFileError, RankFailedError
+from fxpar.errors import (
+    CompareError,
+    FxparError,
+    LaunchError,
+    LauncherSignalError,
+    NoConfigError,
+    PlanFileError,
+    RankFailedError,
+)
 from fxpar.ir.strategy import Strategy
 from fxpar.search.plan_file import Plan, read_plan
 from fxpar.train.config import TrainConfig, parse_config, read_config
 from fxpar.train.strategies import STATIC
+from fxpar.train.tasks import has_tasks
 
 if TYPE_CHECKING:
     from fxpar.train.rank import Job
@@ -64,6 +73,9 @@ def configured(request: TrainRequest) -> TrainConfig:
     if (request.config is None) != request.demo:
         raise NoConfigError
     plan = None if request.plan is None else read_plan(request.plan)
+    if request.plan is not None and request.config is not None and has_tasks(request.config):
+        do = "Leave --plan out, and give tasks strategies of their own, or [strategies]"
+        raise PlanFileError(request.plan, "a plan is for one loss, and this configuration has tasks", do)
     words = [*request.assignments, *(plan.assignments() if plan else ())]
     if request.steps is not None:
         words.append(f"run.steps={request.steps}")
@@ -141,12 +153,16 @@ def compared(request: TrainRequest, config: TrainConfig) -> str | None:
 
 def how_to_go_on(request: TrainRequest, config: TrainConfig) -> str:
     """What to do after a rank was lost: the command that resumes from the last checkpoint, if there is one."""
+    from fxpar.checkpoint.load import read_extra
     from fxpar.train.session import latest
 
     try:
         checkpoint = latest(config)
     except FxparError:
         return "There is no checkpoint to go on from: start the run again"
+    with suppress(FxparError):
+        if read_extra(checkpoint).get("step", 0) >= config.run.steps:
+            return f"All {config.run.steps} steps are done, and saved in {checkpoint}"
     words = ["fxpar", "train", request.config or "--demo"]
     assignments = list(request.assignments)
     if request.demo:
@@ -191,6 +207,8 @@ def _locally(job: Job, request: TrainRequest) -> bool:
         return True
     except LaunchError as error:
         raise LaunchError(error.rank, error.how, error.log, how_to_go_on(request, job.config)) from None
+    except LauncherSignalError as error:
+        raise LauncherSignalError(error.name, how_to_go_on(request, job.config)) from None
     except RankFailedError as error:
         if request.debug and error.trace:
             stderr_console().print(error.trace, markup=False)

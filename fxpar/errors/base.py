@@ -28,6 +28,11 @@ class FxparError(Exception):
     def __init__(self, *args: object) -> None:
         super().__init__(*(shortened(one) if isinstance(one, str) else one for one in args))
 
+    def name_task(self, name: str) -> None:
+        """Put the name of a task in front of the message, unless that has it."""
+        if f"task {name!r}" not in str(self):
+            self.args = (f"task {name!r}: {self}",)
+
     def __init_subclass__(cls) -> None:
         if cls.__module__.startswith("fxpar.errors."):
             cls.__module__ = "fxpar.errors"  # where it is imported from, and what a traceback says
@@ -51,6 +56,21 @@ def muted_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FxparWarning)
         yield
+
+
+@contextmanager
+def naming_task(name: str) -> Iterator[None]:
+    """What is raised in the block says of which task it is; an empty name is that of a single loss."""
+    try:
+        yield
+    except FxparError as error:
+        if name:
+            error.name_task(name)
+        raise
+    except Exception as error:
+        if name:
+            error.add_note(f"in task {name!r}")
+        raise
 
 
 def one_line(text: object, most: int | None = 40) -> str:

@@ -105,6 +105,10 @@ class SequenceTooLongError(FxparError):
     """No strategy takes a sequence of this length."""
 
     def __init__(self, index: int, length: int, longest: int, strategy: str) -> None:
+        self.index, self.length = index, length
+        self.allowed = (
+            f"the longest limit is {longest} ({strategy!r}). Add a strategy for {length} or more, or split it"
+        )
         super().__init__(
             f"sequence {index} of the mini-batch has {length} tokens, but the longest limit is {longest} "
             f"({strategy!r}). Add a strategy for {length} tokens or more, or split the sequence"
@@ -115,7 +119,12 @@ class LengthMultipleError(FxparError):
     """No strategy takes a sequence of this length: those that are long enough cut its tokens in equal parts."""
 
     def __init__(self, index: int, length: int, groups: Iterable[tuple[int, str, int]]) -> None:
-        multiples = ", ".join(f"{multiple} up to {limit} tokens ({name})" for limit, name, multiple in groups)
+        known = list(groups)
+        multiples = ", ".join(f"{multiple} up to {limit} tokens ({name})" for limit, name, multiple in known)
+        self.index, self.length = index, length
+        self.allowed = "the model would see padding, so it must be a multiple of " + ", ".join(
+            f"{multiple} up to {limit} ({name!r})" for limit, name, multiple in known
+        )
         super().__init__(
             f"sequence {index} of the mini-batch has {length} tokens, but the model would see padding, so its "
             f"length must be a multiple of {multiples}"
@@ -265,6 +274,17 @@ class WholeBatchError(FxparError):
         super().__init__(
             f"batch {index} of the mini-batch {why}. A mini-batch is a list of batches like the example, each of which "
             "runs alone"
+        )
+
+
+class WholeBatchSizeError(FxparError):
+    """A batch of a mini-batch has a size that no strategy takes."""
+
+    def __init__(self, index: int, key: str, dim: int, name: str, size: int, allowed: str) -> None:
+        super().__init__(
+            f"batch {index} of the mini-batch has {size} in dim {dim} of {key!r} (the dynamic dim {name!r}), but "
+            f"{allowed}. `dynamic` of the task says which sizes may differ: limits of its strategies are about 'T', or "
+            "about another one where no size is called 'T'"
         )
 
 

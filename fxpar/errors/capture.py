@@ -28,6 +28,18 @@ class BatchError(CaptureError):
         )
 
 
+class MixedDtypesError(CaptureError):
+    """A product of tensors of two dtypes, such as a batch and a model that were made in different ones."""
+
+    def __init__(self, dtypes: Iterable[str], batch: Mapping[str, str], fqn: str | None, line: str | None) -> None:
+        has = ", ".join(f"{key!r} is {dtype}" for key, dtype in batch.items())
+        batch_has = f" In the batch {has}." if has else ""
+        super().__init__(
+            f"a product of {' and '.join(sorted(dtypes))}{_at(fqn, line)}.{batch_has} Make the batch in the model's "
+            "dtype, or convert one of the two in the model or the loss function"
+        )
+
+
 class ForwardArgumentsError(CaptureError):
     """The model's forward does not take what it is called with."""
 
@@ -135,17 +147,6 @@ class EvaluateLossError(FxparError):
 
     def __init__(self, what: str, instead: str) -> None:
         super().__init__(f"evaluate: the loss function {what}. {instead}")
-
-
-class EvaluateStagesError(FxparError):
-    """Evaluation mode uses other parameters than training, so that its stages are not those that training has."""
-
-    def __init__(self, strategy: str, fqn: str) -> None:
-        super().__init__(
-            f"evaluate under {strategy}: parameter {fqn!r} is on other pipeline stages than in training, as the model "
-            "runs other modules in evaluation mode. Give these lengths a strategy without pp, or evaluate a copy of "
-            "the model on one device"
-        )
 
 
 class MeanLossError(CaptureError):

@@ -243,8 +243,11 @@ class RematBudgetError(FxparError):
 class LauncherSignalError(FxparError):
     """The launcher of local ranks was told to end."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(f"ended by {name}; all ranks were ended too, without a checkpoint (Ctrl-C saves one)")
+    def __init__(self, name: str, advice: str = "") -> None:
+        """`advice` says how to go on."""
+        self.name = name
+        ended = f"ended by {name}; all ranks were ended too, and saved nothing more (Ctrl-C saves a checkpoint)"
+        super().__init__(f"{ended}. {advice}" if advice else ended)
 
 
 class DimNameError(FxparError):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
+import tomllib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from fxpar.errors.base import FxparError, nearest
 
@@ -19,6 +22,8 @@ class UnknownModelError(FxparError):
         if spec and os.path.isdir(os.path.expanduser(spec)):  # False for a name that is too long for one
             written = spec if "/" in spec or spec.startswith((".", "~")) else f"./{spec}"
             return cls(spec, examples, f"; to use the folder of this name, write hf:{written}.")
+        if spec.endswith(".toml"):
+            return cls(spec, examples, _of_run(spec))
         return cls(spec, examples, nearest(spec, [*examples, *others, *(f"hf:{name}" for name in examples)]))
 
     def __init__(self, spec: str, examples: Iterable[str], hint: str) -> None:
@@ -26,6 +31,22 @@ class UnknownModelError(FxparError):
             f"there is no built-in model {spec!r}{hint or '.'} Built-in models are {', '.join(examples)}; others are "
             "written hf:TYPE, pkg.module:function or file.py:function, or with the prefix of an installed package"
         )
+
+
+def _of_run(path: str) -> str:
+    """How to look at the model of a run, whose configuration was given in its place."""
+    say = "; a TOML file is the configuration of a run, for fxpar train (one with [task.NAME] for fxpar tasks plan too)"
+    try:
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        model, options = tables["model"]["name"], tables["model"].get("options", {})
+        words = shlex.join([model, *(word for key, value in options.items() for word in ("--set", f"{key}={value}"))])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return f"{say}. Write the name of the model."
+    if "task" in tables:
+        return (
+            f"{say}. Write FILE.py:FUNCTION of a function that returns the model, and the loss and batch of one task."
+        )
+    return f"{say}. Write its model: {words}."
 
 
 class ExampleRunError(FxparError):
@@ -82,7 +103,8 @@ class ModelFolderError(FxparError):
     """A folder that is no model of transformers."""
 
     def __init__(self, folder: str, why: str) -> None:
-        super().__init__(f"model 'hf:{folder}': the folder {why}")
+        written = folder if "/" in folder or folder.startswith((".", "~")) else f"./{folder}"
+        super().__init__(f"model 'hf:{written}': the folder {why}")
 
 
 class PresetError(FxparError):

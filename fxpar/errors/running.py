@@ -222,3 +222,14 @@ class GradientNormError(FxparError):
             f"the norm of the gradients of step {step} is {norm}; nothing was updated. Lower optimizer.lr or look at "
             'the data; or set run.nan = "skip" to skip such mini-batches'
         )
+
+
+class EvaluateStagesError(FxparError):
+    """Evaluation mode uses other parameters than training, so that its stages are not those that training has."""
+
+    def __init__(self, strategy: str, fqn: str) -> None:
+        super().__init__(
+            f"evaluate under {strategy}: parameter {fqn!r} is on other pipeline stages than in training, as the model "
+            "runs other modules in evaluation mode. Give these lengths a strategy without pp, or evaluate a copy of "
+            "the model on one device"
+        )

@@ -66,6 +66,16 @@ class CheckedRanksError(FxparError):
         )
 
 
+class CheckedLengthError(FxparError):
+    """`fxpar check` runs documents one by one, and one is shorter or longer than the captured graph takes."""
+
+    def __init__(self, length: int, limits: str) -> None:
+        super().__init__(
+            f"a document of the checked batches has {length} tokens, and the model takes {limits}. Give batches whose "
+            "documents all have such lengths: MODEL as file.py:function that returns 'batches'"
+        )
+
+
 class DrawnRanksError(FxparError):
     """`fxpar viz` draws every rank, and a strategy has too many for a page."""
 

@@ -14,7 +14,7 @@ from fxpar.batching import LengthGroup, length_groups
 from fxpar.batching.collate import ALIASES
 from fxpar.batching.ids import IdLimit, id_limits
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import BinsError, LimitBranchError, ParallelizeError, TaskError, warn
+from fxpar.errors import BinsError, LimitBranchError, ParallelizeError, TaskError, naming_task, warn
 from fxpar.flow import with_packing
 from fxpar.ir.graph import DOCUMENTS, TOKEN_NUMBERS, TOKENS, TensorMeta
 from fxpar.ir.pipeline_graph import TrainGraph
@@ -29,7 +29,7 @@ from fxpar.runtime.options import (
     on_ranks,
     strategy_names,
 )
-from fxpar.runtime.reading import Reading, TokenRows, WholeBatches, is_row_of_tokens
+from fxpar.runtime.reading import Reading, is_row_of_tokens, reading_of
 from fxpar.runtime.task import CompiledModel, Task, check_ranks
 from fxpar.store import check_order
 from fxpar.store.folder import Given
@@ -74,13 +74,6 @@ class Decided:
         return any(ALIASES.get(key, key) == "input_ids" for key in self.keys)
 
     @property
-    def read_keys(self) -> dict[str, TensorMeta]:
-        """Those of `keys` that the graph reads."""
-        logical = self.compiled.logical
-        read = {info.fqn for node, info in zip(logical.placeholders, logical.inputs, strict=True) if node.users}
-        return {key: meta for key, meta in self.keys.items() if key in read}
-
-    @property
     def is_whole(self) -> bool:
         """Whether a mini-batch is a list of batches like the example."""
         return bool(self.name) and not is_row_of_tokens(self.compiled.logical)
@@ -88,9 +81,7 @@ class Decided:
     @property
     def reading(self) -> Reading:
         """How a mini-batch is read."""
-        if self.is_whole:
-            return WholeBatches(self.read_keys, id_limits(self.compiled.logical, {}))
-        return TokenRows(self.read_keys, self.id_limits)
+        return reading_of(self.compiled.logical, of_task=bool(self.name))
 
 
 def tasks_of(strategies: Mapping[int, Strategy | str] | None, options: ParallelizeOptions) -> dict[str, Task]:
@@ -155,11 +146,8 @@ def _compile(
     module: nn.Module, name: str, task: Task, options: ParallelizeOptions, cluster: ClusterSpec
 ) -> CompiledModel:
     if name:
-        try:
+        with naming_task(name):
             return compile_task(module, task, None, options.precision, options.packed, options.passes, cluster)
-        except Exception as error:
-            error.add_note(f"in task {name!r}")
-            raise
     assert task.strategies is not None
     budget, how = task.token_budget, (options.precision, options.packed, options.passes, cluster)
     return compile_strategies(module, task.strategies, task.loss, task.example, budget, *how)

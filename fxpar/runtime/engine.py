@@ -28,7 +28,14 @@ from fxpar.batching.collate import check_denominator
 from fxpar.batching.lengths import LengthLimits
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.group_cost import Cost
-from fxpar.errors import ModelLengthError, NoGradError, ReplanError
+from fxpar.errors import (
+    LengthMultipleError,
+    ModelLengthError,
+    NoGradError,
+    ReplanError,
+    SequenceTooLongError,
+    naming_task,
+)
 from fxpar.runtime.ahead import PlansAhead
 from fxpar.runtime.binding import Bound
 from fxpar.runtime.expert_rows import expert_layers
@@ -147,7 +154,8 @@ class Engine:
 
     def plan(self, sequences: Sequence[Sequence_]) -> BatchPlan:
         """What `step` would run, in that order. Raises the errors of `fxpar.batching`."""
-        return self._plan(self._apart(sequences, self.options.split), self.options.packed)
+        with naming_task(self.task):
+            return self._plan(self._apart(sequences, self.options.split), self.options.packed)
 
     def _apart(self, sequences: Sequence[Sequence_], split: bool) -> Sequence[Sequence_]:
         """What runs: the sequences, or (`split`) their documents where the graph would not keep those apart."""
@@ -160,7 +168,12 @@ class Engine:
         for index, length in enumerate(lengths):
             if not options.lengths.hold(length):
                 raise ModelLengthError(index, length, str(options.lengths))
-        plan = plan_batch(lengths, self.groups, self.costs, self.border_seconds, packed=packed, merge=options.merge)
+        try:
+            plan = plan_batch(lengths, self.groups, self.costs, self.border_seconds, packed=packed, merge=options.merge)
+        except (LengthMultipleError, SequenceTooLongError) as error:
+            raise self.reading.retold(error) from None
+        for group in plan.groups:
+            self.reading.check_divides(self.gradients.programs[self.names[group.group]], sequences, group.sequences)
         return replace(plan, groups=tuple(self._in_order(plan.groups)))
 
     # --------------------------------------------------------------------------------------------- planned otherwise
@@ -223,12 +236,13 @@ class Engine:
         alone = given.forward_keys is not None
         if not (alone or torch.is_grad_enabled()):
             raise NoGradError
-        check_denominator(given.denominator)
-        parts = self._apart(given.sequences, self.options.split or alone)
-        self.reading.check_present(parts, given.forward_keys or ())
-        ahead = None if alone else self._ahead.take(self.reading.lengths(parts))
-        plan = ahead or self._plan(parts, self.options.packed and not alone)
-        return Share(self, plan, parts, self.reading.valid(parts), given.denominator, given.weight)
+        with naming_task(self.task):
+            check_denominator(given.denominator)
+            parts = self._apart(given.sequences, self.options.split or alone)
+            self.reading.check_present(parts, given.forward_keys or ())
+            ahead = None if alone else self._ahead.take(self.reading.lengths(parts))
+            plan = ahead or self._plan(parts, self.options.packed and not alone)
+            return Share(self, plan, parts, self.reading.valid(parts), given.denominator, given.weight)
 
     def begin_plan(self, sequences: Sequence[Sequence_]) -> None:
         """Make the plan of these in a thread, for the `step` that is given them."""
@@ -245,7 +259,7 @@ class Engine:
         for group in groups:
             name, lengths = self.names[group.group], self.reading.lengths([sequences[i] for i in group.sequences])
             made = partial(self._micro_batches, self.bound[name], group, sequences, scale)
-            found.append(GroupWork(self.groups[group.group], name, group, lengths, made))
+            found.append(GroupWork(self.groups[group.group], name, group, lengths, made, self.reading.unit))
         return found
 
     def runs(self, groups: Sequence[GroupPlan], sequences: Sequence[Sequence_]) -> list[GroupRun]:

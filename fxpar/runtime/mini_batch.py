@@ -27,8 +27,8 @@ Phase = Callable[[str], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class GroupWork:
-    """A length group that runs under strategy `name`: its plan, the `lengths` of its sequences, and what makes its
-    micro-batches.
+    """A length group that runs under strategy `name`: its plan, the `lengths` of its sequences (in `unit`), and what
+    makes its micro-batches.
     """
 
     spec: LengthGroup
@@ -36,6 +36,7 @@ class GroupWork:
     plan: GroupPlan
     lengths: tuple[int, ...]
     micro_batches: Callable[[], list[MicroRun]]
+    unit: str = "tokens"
 
 
 @dataclass
@@ -150,6 +151,7 @@ class MiniBatch:
             predicted_switch_s=self.border_factor * self.switching.predicted_s(one.name, self._visited(number)),
             predicted_reduce_s=self.border_factor * self.gradients.predicted_s(one.name),
             lengths=length_counts(one.lengths),
+            unit=one.unit,
         )
 
 

@@ -32,6 +32,7 @@ from fxpar.errors import (
     StrategySyntaxError,
     TaskError,
     nearest,
+    warn,
 )
 from fxpar.ir.collector import collector_paused
 from fxpar.ir.dist_config import DistConfig
@@ -260,8 +261,21 @@ def lower_task(
     read, unpacked = without_unread(logical), "its batches are whole"
     if is_row_of_tokens(logical):
         read, unpacked = packed_if_proved(read, force=bool(packed))
+    else:
+        _warn_of_tokens(logical)
     programs = _programs(read, given, task.token_budget, as_precision(precision), passes, cluster)
     return CompiledModel(logical, programs, {}, as_precision(precision), read.packing, unpacked)
+
+
+def _warn_of_tokens(logical: LogicalGraph) -> None:
+    """Of a mean over tokens in a task whose batches have no labels, so that their rows count."""
+    mean = logical.averaged
+    if mean is not None and mean.fewer is not None and all(info.fqn != "labels" for info in logical.inputs):
+        warn(
+            f"the loss is {mean.words}, which divides by tokens. fxpar takes the sum and divides by the rows of the "
+            "task's batches, as they have no labels: loss and gradients have another scale than on one device. Return "
+            "a mean over rows, or pass train_step(denominator=...)"
+        )
 
 
 def on_ranks(strategies: Mapping[int, Strategy | str], ranks: Sequence[int]) -> dict[int, Strategy]:

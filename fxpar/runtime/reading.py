@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -21,15 +22,30 @@ from fxpar.batching.collate import (
     documents_of,
     valid_tokens,
 )
-from fxpar.batching.ids import IdLimit, check_ids
-from fxpar.errors import BatchIdError, NoValidTokenError, WholeBatchError, WholeBatchesError, a_type, nearest
+from fxpar.batching.ids import IdLimit, check_ids, id_limits
+from fxpar.errors import (
+    BatchIdError,
+    FxparError,
+    LengthMultipleError,
+    NoValidTokenError,
+    SequenceTooLongError,
+    WholeBatchError,
+    WholeBatchesError,
+    WholeBatchSizeError,
+    a_type,
+    nearest,
+)
 from fxpar.ir.exec_graph import Program
-from fxpar.ir.graph import TOKENS, LogicalGraph, TensorMeta, dim_symbol
+from fxpar.ir.graph import TOKEN_NUMBERS, TOKENS, LogicalGraph, TensorMeta, dim_symbol
 from fxpar.losses import IGNORE_INDEX
 from fxpar.runtime.micro import as_one_sequence, row_of, sequence_length
 from fxpar.runtime.padding import pad
+from fxpar.tracer.dynamic import BATCH as ROWS
 
 Sequence_ = Tensor | Mapping[str, Tensor]
+
+
+_UNITS = {TOKENS: "tokens", ROWS: "rows", "": "batches"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +62,11 @@ class Reading(ABC):
     def length_dim(self) -> str:
         """The dynamic dim that a length is of; empty if there is none."""
 
+    @property
+    def unit(self) -> str:
+        """What a length counts: tokens, rows, another dim by its name, or batches of a fixed size."""
+        return _UNITS.get(self.length_dim, self.length_dim)
+
     @abstractmethod
     def check(self, items: Sequence[Sequence_]) -> None:
         """Raise what is wrong with any of them."""
@@ -61,6 +82,14 @@ class Reading(ABC):
     @abstractmethod
     def length(self, item: Sequence_) -> int:
         """What limits of strategies are about."""
+
+    @abstractmethod
+    def retold(self, error: LengthMultipleError | SequenceTooLongError) -> FxparError:
+        """What the planner says of a length, in terms of what has it."""
+
+    @abstractmethod
+    def check_divides(self, program: Program, items: Sequence[Sequence_], indices: Iterable[int]) -> None:
+        """Raise an error for the first of these items that a program would have to pad, and may not."""
 
     @abstractmethod
     def valid(self, items: Sequence[Sequence_]) -> int:
@@ -102,6 +131,12 @@ class TokenRows(Reading):
 
     def length(self, item: Sequence_) -> int:
         return sequence_length(item)
+
+    def retold(self, error: LengthMultipleError | SequenceTooLongError) -> FxparError:
+        return error
+
+    def check_divides(self, program: Program, items: Sequence[Sequence_], indices: Iterable[int]) -> None:
+        """Lengths are those of groups, which divide."""
 
     def valid(self, items: Sequence[Sequence_]) -> int:
         return valid_tokens(items)
@@ -149,7 +184,8 @@ class WholeBatches(Reading):
                 for size, have in zip(meta.shape, value.shape, strict=True)
             ):
                 why = f"has {key!r} of shape {list(value.shape)}; the captured step reads [{wanted}]"
-                raise WholeBatchError(index, f"{why}, where one letter is one size in all of its tensors")
+                how = "where one letter is one size in all of its tensors, and numbers are fixed: `dynamic` of the task"
+                raise WholeBatchError(index, f"{why}, {how} names sizes that may differ")
             if not value.numel():
                 raise WholeBatchError(index, f"has {key!r} of shape {list(value.shape)}: leave empty batches out")
 
@@ -184,6 +220,24 @@ class WholeBatches(Reading):
         _, key, d = self._length_at
         return item[key].shape[d]  # type: ignore[index,call-overload]
 
+    def retold(self, error: LengthMultipleError | SequenceTooLongError) -> FxparError:
+        if self._length_at is None:
+            return error
+        name, key, dim = self._length_at
+        return WholeBatchSizeError(error.index, key, dim, name, error.length, error.allowed)
+
+    def check_divides(self, program: Program, items: Sequence[Sequence_], indices: Iterable[int]) -> None:
+        """Its length divides, as those of groups do; another one of its sizes may not."""
+        if not program.padding_hazard:
+            return
+        for index, (key, meta) in itertools.product(indices, self.keys.items()):
+            for d, size in enumerate(meta.shape):
+                have, multiple = items[index][key].shape[d], program.divisors.get(str(size), 1)  # type: ignore[index,call-overload]
+                if have % multiple:
+                    allowed = f"the model would see padding, so it must be a multiple of {multiple}"
+                    allowed += f" ({str(program.strategy)!r})"
+                    raise WholeBatchSizeError(index, key, d, str(size), have, allowed)
+
     def valid(self, items: Sequence[Sequence_]) -> int:
         count = sum(_rows(item) if "labels" not in self.keys else _labels(item) for item in items)  # type: ignore[arg-type]
         if items and not count:
@@ -215,3 +269,13 @@ def is_row_of_tokens(logical: LogicalGraph) -> bool:
     shapes = {info.fqn: info.meta.shape for info in logical.inputs if info.kind == "batch"}
     ids = any(ALIASES.get(key, key) == "input_ids" for key in shapes)
     return ids and all(shape[:2] == (1, token) or shape[:1] == (token,) for shape in shapes.values())
+
+
+def reading_of(logical: LogicalGraph, *, of_task: bool) -> Reading:
+    """How the mini-batches of a captured step are read: a task's may be whole batches."""
+    placed = zip(logical.placeholders, logical.inputs, strict=True)
+    read = {info.fqn: info.meta for node, info in placed if info.kind == "batch" and node.users}
+    read.pop(TOKEN_NUMBERS, None)
+    if of_task and not is_row_of_tokens(logical):
+        return WholeBatches(read, id_limits(logical, {}))
+    return TokenRows(read, id_limits(logical))

@@ -20,7 +20,8 @@ class GroupReport:
 
     `micro_batches` is the largest number on a replica; `tokens` are without padding. The three predictions are those
     that the mini-batch was planned with: of the micro-batches, the switch and the reduction. `lengths` counts the
-    sequences of 2**(k-1) < tokens <= 2**k as (2**k, sequences).
+    sequences of 2**(k-1) < tokens <= 2**k as (2**k, sequences). `unit` says what `tokens` and lengths count: of batches
+    of images, say, "rows".
     """
 
     limit: int
@@ -38,6 +39,7 @@ class GroupReport:
     predicted_switch_s: float = 0.0
     predicted_reduce_s: float = 0.0
     lengths: tuple[tuple[int, int], ...] = ()
+    unit: str = "tokens"
 
     @property
     def compute_s(self) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from fxpar.runtime.drift import Drift
 from fxpar.runtime.engine import Engine, Given, Replanned
 from fxpar.runtime.evaluate import Evaluation
 from fxpar.runtime.options import ParallelizeOptions
-from fxpar.runtime.report import Evaluated, StepReport
+from fxpar.runtime.report import Evaluated, StepReport, merged_text
 from fxpar.runtime.step import heard_by_all, step
 from fxpar.runtime.storage import activation_bytes
 from fxpar.runtime.task import CompiledModel, Task, batches_of, denominators_of
@@ -32,6 +33,8 @@ from fxpar.store import MemoryReport
 from fxpar.store.weights import WeightStore
 from fxpar.torch_api.hooks import hooked_modules
 from fxpar.transport.groups import ProcessGroups
+
+LOGGER = logging.getLogger("fxpar")
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Session:
     attributes: list[PlainAttribute]  # as they were at the capture, but for those of which a user was told
     labels_seen: bool = False  # whether there was a mini-batch
     scale_told: bool = False
+    logged: set[str] = field(default_factory=set)  # of what joined other groups, each once
 
     @property
     def first(self) -> SessionTask:
@@ -166,10 +170,20 @@ class Session:
                 for fqn, value in buffers.items():
                     if value is not before[fqn]:
                         before[fqn].copy_(value)
+        self.log_merged(report)
         if self.options.tasks is None:
             self._warn_of_labels(batches)
             self._warn_of_scale(report, denominator)
         return report
+
+    def log_merged(self, report: StepReport) -> None:
+        """Once on rank 0, each group that has joined another one: its strategy does not run."""
+        for name, one in (report.tasks or {"": report}).items():
+            for pair in one.merged if self.store.rank == 0 else ():
+                text = f"{name}: " * bool(name) + merged_text(*pair)
+                if text not in self.logged:
+                    self.logged.add(text)
+                    LOGGER.info("%s (first in step %d)", text, report.step)
 
     def _warn_of_labels(self, sequences: Sequence[Any]) -> None:
         """Once, of labels in the first mini-batch that a language model would learn to copy."""

@@ -145,6 +145,9 @@ def parse_plan(text: str, path: str) -> Plan:
         data = read(text, "TOML")
     except ValueError as error:
         raise PlanFileError(path, str(error)) from error
+    if isinstance(data.get("model"), dict):
+        why = "it is the configuration of a run, and no plan"
+        raise PlanFileError(path, why, "Write the name of its model in its place, with options as --set KEY=VALUE")
     version = data.pop("fxpar_plan", None)
     if version != VERSION or isinstance(version, bool):  # True is 1
         raise PlanFileError(path, f"it does not begin with fxpar_plan = {VERSION}", "Write one with `fxpar plan -o`")

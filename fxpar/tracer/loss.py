@@ -82,7 +82,8 @@ def _averaged(mean: Mean, context: CaptureContext) -> Averaged:
     divisor, tokens = mean.divisor(), _tokens(context)
     words = f"{mean.what} at {mean.line}" if mean.line else mean.what
     if not isinstance(divisor, str):
-        if tokens is None:
+        rows = counted_rows(context)
+        if tokens is None or (rows is not None and known_equal(divisor, rows)):
             return Averaged(words)
         numbers, fewer = hint(divisor), hint(tokens) - hint(divisor)
         of_tokens = known_equal(divisor + fewer, tokens) if _is_dynamic(context) else True
@@ -107,6 +108,26 @@ def _tokens(context: CaptureContext) -> int | torch.SymInt | None:
     """How many tokens there are; None if there are no token ids."""
     ids = _ids(context)
     return None if ids is None else math.prod(ids.shape)
+
+
+def counted_rows(context: CaptureContext) -> int | torch.SymInt | None:
+    """The rows of a batch that counts these (`fxpar.runtime.reading.WholeBatches`): one without labels that is more
+    than one row of tokens, such as pairs of images and texts. None for another one.
+    """
+    ids = _ids(context)
+    if ids is None or "labels" in context.batch:
+        return None
+    tensors = [t for t in context.batch.values() if t.dim()]
+    tokens = ids.shape[-1]
+    if all(_is_row(t.shape, tokens) for t in tensors):
+        return None
+    return tensors[0].shape[0]
+
+
+def _is_row(shape: torch.Size, tokens: int | torch.SymInt) -> bool:
+    """Whether it is [1, tokens, ...] or [tokens, ...]."""
+    of_row = len(shape) > 1 and known_equal(shape[0], 1) and known_equal(shape[1], tokens)
+    return of_row or known_equal(shape[0], tokens)
 
 
 def _is_dynamic(context: CaptureContext) -> bool:

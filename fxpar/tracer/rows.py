@@ -24,7 +24,7 @@ from fxpar.torch_api.tracing import constants_of_trace, node_of
 from fxpar.tracer.context import CaptureContext, Mean
 from fxpar.tracer.counts import DIVISIONS, SCALINGS, is_whole, out_of_place
 from fxpar.tracer.dynamic import DynamicDims
-from fxpar.tracer.loss import warn_of_scale
+from fxpar.tracer.loss import counted_rows, warn_of_scale
 from fxpar.tracer.means import Place, behind_loss
 from fxpar.tracer.provenance import Provenance
 from fxpar.tracer.signature import make_signature, make_world
@@ -49,15 +49,17 @@ class Factor:
 
 @dataclass(kw_only=True)
 class StepOfRows(TracedStep):
-    """A step that also says what its loss is divided by."""
+    """A step that also says what its loss is divided by, and whether its rows are what counts."""
 
     factors: list[Factor] = field(default_factory=list)
+    counts_rows: bool = False
 
     def call(self, context: CaptureContext) -> object:
         found = super().call(context)
         loss, _ = with_metrics(found)
         node = node_of(loss) if isinstance(loss, Tensor) else None
         self.factors = [] if node is None else _factors(node, context)
+        self.counts_rows = counted_rows(context) is not None
         return found
 
 
@@ -70,7 +72,8 @@ class _OnlyCalled(StepOfRows):
 def tell_of_rows(step: StepOfRows, batch: Mapping[str, Tensor], dims: DynamicDims) -> None:
     """Warn if the loss of a captured step is divided by how many rows of tokens its batch had."""
     rows = _rows(batch, dims)
-    if rows is None or ("labels" in batch and batch["labels"].numel() == rows):  # then its valid tokens are its rows
+    of_labels = "labels" in batch and batch["labels"].numel() == rows  # then its valid tokens are its rows
+    if rows is None or of_labels or step.counts_rows:
         return
     if not any(factor.is_for(rows) for factor in step.factors):
         return

@@ -22,12 +22,14 @@ from fxpar.errors import (
     LossCallError,
     LossError,
     MissingInputError,
+    MixedDtypesError,
     SymbolicSizeError,
     UnsupportedOpError,
     warn,
 )
 from fxpar.errors.capture import in_words
 from fxpar.ir.graph import TOKEN_NUMBERS, Averaged, Input, Output
+from fxpar.ir.node_meta import fqn_of, source_of
 from fxpar.losses import LossFunction, with_metrics
 from fxpar.torch_api import tracing
 from fxpar.torch_api.symbolic import FakeWorld
@@ -62,6 +64,18 @@ class RawTrace:
     outputs: tuple[Output, ...]
     unused: tuple[str, ...]
     signature: Signature
+
+
+aten = torch.ops.aten
+_PRODUCTS = {  # of one dtype
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.mv.default,
+    aten.dot.default,
+    aten.convolution.default,
+}
 
 
 @calls_user_code
@@ -125,6 +139,7 @@ class Traced(ABC):
             ):
                 self.state = state
                 gm = tracing.trace(self.world, self._run, self.signature.fakes, DECOMPOSITIONS)
+                self._check_products(gm)
                 again = replace(self, signature=signature, provenance=Provenance(self.model), computed=None)
                 state.tell(self.computed, again._call_again, self.world.in_names)
                 self._tell_of_texts()
@@ -141,6 +156,17 @@ class Traced(ABC):
                 raise
             raise translated from error
         return RawTrace(gm, tuple(self.outputs), self.unused, self.signature)
+
+    def _check_products(self, gm: fx.GraphModule) -> None:
+        """Raise MixedDtypesError for a product of two dtypes: it would fail in the first step, not on fake tensors."""
+        for node in gm.graph.nodes:
+            if node.target not in _PRODUCTS:
+                continue
+            dtypes = {str(value.dtype) for n in node.all_input_nodes if isinstance(value := n.meta.get("val"), Tensor)}
+            if len(dtypes) > 1:
+                given = [info for info in self.signature.inputs if info.kind == "batch"]
+                batch = {info.fqn: str(info.meta.dtype) for info in given if info.meta.dtype.is_floating_point}
+                raise MixedDtypesError(dtypes, batch, fqn_of(node), source_of(node))
 
     def _tell_of_texts(self) -> None:
         for place in self.world.texts:

@@ -391,7 +391,7 @@ def _sections(tables: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         table = tables.get(name)
         if table is None:
             if name in _REQUIRED:
-                problems.append(f"section [{name}] is missing")
+                problems.append(f"section [{name}] is missing" + " (or [task.NAME])" * (name == "data"))
         elif not isinstance(table, dict):
             problems.append(f"{name} = {shown(table)} must be a section: [{name}]")
         else:

@@ -32,8 +32,9 @@ from fxpar.train.config import TrainConfig, described_cluster
 from fxpar.train.model import VOCAB_MULTIPLE, shapes_for, shapes_of
 from fxpar.train.optimize import CLASSES
 from fxpar.train.schema import shown
-from fxpar.train.session import TRAINED, latest
+from fxpar.train.session import TRAINED, check_steps_left, latest
 from fxpar.train.task_source import check_tasks, task_model
+from fxpar.train.tasks import texts_of as task_texts
 
 RANKS_PER_CORE = 4  # more are a mistake, if nobody said how many
 
@@ -42,7 +43,8 @@ def check_ranks(config: TrainConfig) -> None:
     """See that this machine is to run the ranks. Raises TooManyRanksError."""
     cores = os.cpu_count() or 1
     if config.run.ranks is None and config.world > RANKS_PER_CORE * cores:
-        raise TooManyRanksError(config.strategies[-1][1], config.world, cores)
+        texts = task_texts(config.tasks, config.strategies)
+        raise TooManyRanksError(max(reversed(texts), key=lambda text: formations(text)[0].world), config.world, cores)
 
 
 def preflight(config: TrainConfig) -> None:
@@ -107,7 +109,10 @@ def check_resumed(config: TrainConfig, checkpoint: Path) -> None:
     """See that a run with this configuration goes through the data as the one that wrote the checkpoint, as far as the
     configuration shows. Raises ResumeError, CorruptCheckpointError.
     """
-    loader = read_extra(checkpoint).get("loader")
+    extra = read_extra(checkpoint)
+    done, loader = extra.get("step"), extra.get("loader")
+    if isinstance(done, int):
+        check_steps_left(checkpoint, done, config)
     before = loader.get("fingerprint") if isinstance(loader, dict) else None
     now: dict[str, tuple[str, object]] = {
         "max_length": ("data.max_length", config.max_length),

@@ -25,6 +25,7 @@ GROUP_FIELDS = (
     "predicted_switch_s",
     "predicted_reduce_s",
     "lengths",
+    "unit",
 )
 
 
@@ -95,6 +96,7 @@ class GroupTotal:
     switch_bytes: int
     reduce_s: float
     reduce_bytes: int
+    unit: str = "tokens"
 
     @property
     def compute_s(self) -> float:
@@ -170,5 +172,6 @@ def _group_total(records: Iterable[GroupRecord]) -> GroupTotal:
         limit=group[0].limit,
         strategy=group[0].strategy,
         steps=len(group),
+        unit=group[0].unit,
         **{name: sum(getattr(record, name) for record in group) for name in sums},
     )

@@ -101,12 +101,7 @@ class TrainSession:
         rng = bytearray(base64.b64decode(extra["rng"]))
         torch.set_rng_state(torch.frombuffer(rng, dtype=torch.uint8))
         self.step = int(extra["step"])
-        if self.step >= self.config.run.steps:
-            raise ResumeError(
-                str(path),
-                f"it has done {self.step} steps, and run.steps is {self.config.run.steps}: nothing is left. "
-                "Raise run.steps",
-            )
+        check_steps_left(path, self.step, self.config)
         self._take_schedule(int(extra.get("steps", self.config.run.steps)))
         return path
 
@@ -118,6 +113,14 @@ class TrainSession:
             at = factor(config.schedule, config.run.steps)(self.step)
             for group, rate in zip(self.training.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * at
+
+
+def check_steps_left(checkpoint: Path, done: int, config: TrainConfig) -> None:
+    """Raise ResumeError for a checkpoint that has all steps behind it."""
+    steps = config.run.steps
+    if done >= steps:
+        why = f"it has done {done} steps, and run.steps is {steps}: nothing is left. Raise run.steps"
+        raise ResumeError(str(checkpoint), why)
 
 
 def latest(config: TrainConfig) -> Path:

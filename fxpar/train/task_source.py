@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,13 +10,31 @@ import torch
 from torch import Tensor, nn
 
 import fxpar.models
-from fxpar.errors import ResumeError, TaskDataError
+from fxpar.batching import LengthGroup, length_groups
+from fxpar.batching.lengths import length_limits
+from fxpar.batching.planner import by_group
+from fxpar.errors import (
+    ModelLengthError,
+    ResumeError,
+    SequenceTooLongError,
+    TaskDataError,
+    muted_warnings,
+    naming_task,
+)
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.strategy import Strategy
+from fxpar.ir.teams import formations
 from fxpar.losses import next_token_labels
+from fxpar.lowering.driver import check_strategy
+from fxpar.lowering.pipeline import cut
 from fxpar.models.loaded import cast_batch
 from fxpar.models.loaders import is_function
 from fxpar.models.user_function import find_function, load_module
 from fxpar.precision.precision import parse_dtype
+from fxpar.runtime.options import capture_step
+from fxpar.runtime.reading import reading_of
 from fxpar.runtime.task import Task
+from fxpar.tracer.finish import without_unread
 from fxpar.train.config import TrainConfig
 from fxpar.train.model import freeze, texts_of
 from fxpar.train.tasks import function_place
@@ -72,19 +90,62 @@ def items_of(config: TrainConfig, name: str) -> Items:
             found = function(number)
         except Exception as error:
             raise TaskDataError(name, place, number, f"raised {type(error).__name__}: {error}") from error
-        if isinstance(found, Tensor) and found.dim() == 1 and found.dtype == torch.int64:
+        if isinstance(found, Tensor) and found.dim() == 1 and found.dtype == torch.int64 and found.numel():
             return found
         if not isinstance(found, Mapping) or not found or not all(isinstance(v, Tensor) for v in found.values()):
-            raise TaskDataError(name, place, number, f"returned {type(found).__name__}")
+            raise TaskDataError(name, place, number, f"returned {_in_words(found)}")
+        if empty := [key for key, value in found.items() if not value.numel()]:
+            raise TaskDataError(name, place, number, f"returned {empty[0]!r} without an element")
         return cast_batch(found, dtype)
 
     return item
 
 
 def check_tasks(config: TrainConfig) -> None:
-    """See that there are the functions of tasks, a first item of each, and the model. Raises as these do."""
-    task_model(config, "meta")
-    tasks_of(config)
+    """Capture each task on a model without values, and see that its strategies fit and its first items can be run:
+    ranks would find it out too. Raises as these do; messages name the task.
+    """
+    model = task_model(config, "meta")
+    for name, task in tasks_of(config).items():
+        with naming_task(name), muted_warnings():
+            logical = capture_step(model, task.loss, task.example, task.dynamic, tell_unused=False)
+            strategies = dict(config.tasks[name].by_length(config.strategies))
+            for strategy in dict.fromkeys(one for text in strategies.values() for one in formations(text)):
+                for team in range(len(strategy.teams)) or [None]:
+                    _check_strategy(logical, strategy if team is None else strategy.of_team(team))
+            world = formations(list(strategies.values())[-1])[0].world
+            groups = length_groups(strategies, world=world, token_budget=task.token_budget)
+            _check_items(_first_items(config, name), without_unread(logical), groups)
+
+
+def _check_strategy(logical: LogicalGraph, strategy: Strategy) -> None:
+    check_strategy(logical, strategy)
+    if strategy.pipeline_size > 1:
+        cut(logical, strategy)
+
+
+def _first_items(config: TrainConfig, name: str) -> list[Item]:
+    """Those of the first step."""
+    task, items = config.tasks[name], items_of(config, name)
+    return [items(number) for number in range(task.validation, task.validation + task.items)]
+
+
+def _check_items(items: list[Item], logical: LogicalGraph, groups: Sequence[LengthGroup]) -> None:
+    reading, limits = reading_of(logical, of_task=True), length_limits(logical)
+    reading.check(items)
+    lengths = reading.lengths(items)
+    for index, length in enumerate(lengths):
+        if not limits.hold(length):
+            raise ModelLengthError(index, length, str(limits))
+    try:
+        by_group(lengths, groups)
+    except SequenceTooLongError as error:
+        raise reading.retold(error) from None
+
+
+def _in_words(found: object) -> str:
+    """What is no item."""
+    return f"a tensor {found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
 
 
 def _place_and_name(text: str) -> tuple[str, str]:

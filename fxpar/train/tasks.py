@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fxpar.batching import length_groups
 from fxpar.errors import FxparError
 from fxpar.ir.teams import formations
-from fxpar.ir.written import is_task_name
+from fxpar.ir.written import is_task_name, read
 from fxpar.train.schema import from_table, shown
 from fxpar.train.strategies import AUTO, STATIC, read_strategies
 
@@ -141,6 +142,14 @@ def _fits(task: TaskConfig, where: str, problems: list[str]) -> bool:
         if not text.strip() or text.endswith(":"):
             problems.append(f"{where}.{key} = {shown(text)} must name a function: FILE.py:NAME, or NAME")
     return len(problems) == before
+
+
+def has_tasks(path: str | Path) -> bool:
+    """Whether a file is the configuration of tasks; False for one that cannot be read, which `read_config` tells."""
+    try:
+        return "task" in read(Path(path).read_text(encoding="utf-8"), "TOML")
+    except (OSError, ValueError):
+        return False
 
 
 def function_place(text: str, model: str) -> str:

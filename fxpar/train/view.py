@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from rich.console import Console, Group
@@ -37,7 +37,7 @@ def step_line(record: StepRecord, steps: int) -> str:
     parts = [
         f"step {record.step:>{len(str(steps))}}/{steps}",
         f"loss {record.loss:.4f}{metrics_text(record.tasks)}" + (" skipped" if record.skipped else ""),
-        f"{record.tokens_per_s:,.0f} tok/s",
+        f"{record.tokens_per_s:,.0f} {'tok' if counts_tokens(record.groups) else 'valid'}/s",
         f"lr {record.lr:.2e}",
     ]
     if record.grad_norm is not None:
@@ -65,9 +65,22 @@ def experts_text(modules: Mapping[str, Mapping[str, float]]) -> str:
     )
 
 
+def counts_tokens(groups: Iterable[GroupRecord | GroupTotal]) -> bool:
+    """Whether all lengths are numbers of tokens: what is valid is then too. Tasks may count rows."""
+    return all(group.unit == "tokens" for group in groups)
+
+
+def size_text(group: GroupRecord | GroupTotal) -> str:
+    """`5,120`, or `24 rows` of what is no text."""
+    return f"{group.tokens:,}" + f" {group.unit}" * (group.unit != "tokens")
+
+
 def group_text(group: GroupRecord) -> str:
     """`<=256 dp4: 40 seq 5,120 tok 0.41 s, switch 3 ms 1.2 MB`."""
-    text = f"<={group.limit} {group.strategy}: {group.sequences} seq {group.tokens:,} tok {group.wall_s:.2f} s"
+    what = f"{group.sequences} seq {group.tokens:,} tok"
+    if group.unit != "tokens":
+        what = f"{group.sequences} batches" + f" {group.tokens:,} {group.unit}" * (group.unit != "batches")
+    text = f"<={group.limit} {group.strategy}: {what} {group.wall_s:.2f} s"
     if group.switch_bytes:
         text += f", switch {group.switch_s * 1e3:.0f} ms {human_bytes(group.switch_bytes)}"
     return text
@@ -134,7 +147,7 @@ def figures(record: StepRecord) -> Table:
     table = Table.grid(padding=(0, 3))
     cells = [
         f"loss [bold]{record.loss:.4f}[/bold]" + (" [red]skipped[/red]" if record.skipped else ""),
-        f"{record.tokens_per_s:,.0f} valid tokens/s",
+        f"{record.tokens_per_s:,.0f} valid{' tokens' * counts_tokens(record.groups)}/s",
         f"learning rate {record.lr:.2e}",
     ]
     if record.grad_norm is not None:
@@ -148,7 +161,7 @@ _GROUP_COLUMNS: tuple[tuple[str, Callable[[GroupRecord], str], int], ...] = (
     ("up to", lambda g: f"{g.limit:,}", 0),
     ("strategy", lambda g: g.strategy, 0),
     ("sequences", lambda g: str(g.sequences), 3),
-    ("tokens", lambda g: f"{g.tokens:,}", 0),
+    ("tokens", size_text, 0),
     ("longest", lambda g: f"{g.longest:,}", 5),
     ("micro-batches", lambda g: str(g.micro_batches), 4),
     ("time", lambda g: f"{g.wall_s:.2f} s", 0),
@@ -185,10 +198,13 @@ def summary_lines(totals: Totals, width: int | None = None) -> Iterator[str]:
     skipped = f", {totals.skipped} skipped" if totals.skipped else ""
     yield f"steps    {totals.steps}{skipped}, {totals.wall_s:.1f} s, {totals.wall_s / totals.steps:.2f} s each"
     yield "time     " + ", ".join(f"{name} {share:.1%}" for name, share in totals.shares().items())
-    yield (
-        f"tokens   {totals.tokens:,} in {totals.sequences:,} sequences, {totals.valid_tokens:,} with a label; "
-        f"{totals.tokens_per_s:,.0f} of them per second"
-    )
+    if not counts_tokens(totals.groups):
+        yield f"valid    {totals.valid_tokens:,} labels and rows, {totals.tokens_per_s:,.0f} per second"
+    else:
+        yield (
+            f"tokens   {totals.tokens:,} in {totals.sequences:,} sequences, {totals.valid_tokens:,} with a label; "
+            f"{totals.tokens_per_s:,.0f} of them per second"
+        )
     held_out = ""
     if totals.validation_loss is not None:
         held_out = f"; on held-out documents {totals.validation_loss:.4f}{metrics_text(totals.validation_metrics)}"
@@ -200,7 +216,7 @@ def _total_row(group: GroupTotal, totals: Totals) -> tuple[str, ...]:
         f"{group.limit:,}",
         group.strategy,
         f"{group.sequences:,}",
-        f"{group.tokens:,}",
+        size_text(group),
         percent(group.tokens, totals.tokens),
         f"{group.wall_s:.1f} s",
         percent(group.wall_s, totals.wall_s),

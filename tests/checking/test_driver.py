@@ -15,6 +15,7 @@ from torch import nn
 from fxpar import capture
 from fxpar.batching.documents import cut_in_documents
 from fxpar.checking import CheckResult, assign, check, relative_error
+from fxpar.errors import CheckedLengthError
 from fxpar.ir.graph import Input, TensorMeta, dim_symbol
 from fxpar.ir.strategy import Strategy
 from fxpar.models import load
@@ -267,6 +268,21 @@ def test_smoothed_and_weighted_losses_are_packed_and_not_padded():
     (refused,) = check(graph, ["cp2"], values, {}, [odd])
     assert "nll_loss_forward" in refused.error
     assert "padding included" in refused.error
+
+
+def test_a_document_that_the_model_does_not_take():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(9, 3)
+
+        def forward(self, input_ids):
+            return self.embed(input_ids)[:, 4:] + torch.zeros(1, input_ids.shape[1] - 4, 3)
+
+    model, short = Late(), {"input_ids": torch.arange(3)[None]}
+    graph = capture(model, lambda m, b: m(b["input_ids"]).sum(), {"input_ids": torch.arange(8)[None]})
+    with pytest.raises(CheckedLengthError, match=r"a document of .* has 3 tokens, and the model takes at least"):
+        check(graph, ["dp1"], dict(model.named_parameters()), {}, [short])
 
 
 def test_results_are_plain_data():

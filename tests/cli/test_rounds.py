@@ -156,6 +156,7 @@ def test_lengths_that_are_none(tmp_path, text):
         ({"memory": "lots"}, "is not a size"),
         ({"source": GraphSource("llama")}, "flexsp-7b is the cost of a model of its own; with MODEL name a cluster"),
         ({"strategy": "cp16"}, "it is of a model; name MODEL"),
+        ({"strategy": " "}, "it is empty; name a strategy"),
     ],
 )
 def test_words_that_cannot_be_read(changed, message):

@@ -18,6 +18,7 @@ from fxpar.cli.tasks_run import RunTasks, to_toml
 from fxpar.errors import ConfigError, FitsNoDevicesError, OutputError, TaskGraphError, TasksFileError
 from fxpar.train.config import read_config
 from fxpar.waves.runs import Option, RunPlan, TaskRun
+from tests.cli.helpers import fxpar
 
 
 @pytest.fixture
@@ -267,3 +268,39 @@ def test_a_task_on_all_ranks_names_none():
     plan = RunPlan(2, ((TaskRun("one", (0, 1), Option(2, 1.0, "dp2")),),), 1.0)
     task = {"loss": "loss", "strategies": {"8": "dp2"}}
     assert tomllib.loads(runs.planned(plan, {})) == {"run": {"ranks": 2}, "task": {"one": task}}
+
+
+RUN = """
+[model]
+name = "towers.py:build"
+[task.both]
+loss = "loss"
+data = "item"
+items = 3
+dynamic = {x = {0 = "B"}}
+strategies = {8 = "dp2"}
+[precision]
+compute = "bf16"
+"""
+
+
+def test_the_configuration_of_a_run_is_planned(of_model, capsys):
+    Path("towers.py").write_text(f"{MODEL}\ndef item(number):\n    return example()\n")
+    Path("run.toml").write_text(RUN)
+    read = read_model_tasks("run.toml", None, 8)
+    assert (read.cluster.world, read.precision, read.tasks["both"][1]) == (2, "bf16", 3)
+    assert read_model_tasks("run.toml", 4, 8).cluster.world == 4
+    run_tasks(TasksRequest("plan", None, "run.toml"))
+    assert "run.toml on 2 devices: 3 MetaOps" in capsys.readouterr().out
+    one = '[model]\nname = "llama"\noptions = {dim = 8}\n[data]\nsource = "a"\nbatch_sequences = 2\n'
+    Path("one.toml").write_text(f'{one}[strategies]\n8 = "dp1"')
+    with pytest.raises(TasksFileError, match=r"this run has one loss\. Plan it with fxpar plan"):
+        read_model_tasks("one.toml", None, 8)
+    for file, told in (
+        ("one.toml", "Write its model: llama --set dim=8. Built-in"),
+        ("run.toml", "Write FILE.py:FUNC"),
+    ):
+        assert told in fxpar("memory", file, "-s", "dp1")[2]
+    assert (
+        "it is the configuration of a run, and no plan. Write the name" in fxpar("viz", "one.toml", "-o", "x.html")[2]
+    )

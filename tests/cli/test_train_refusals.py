@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fxpar.checkpoint import save_checkpoint
+from fxpar.search.plan_file import Plan, PlanGroup
 from fxpar.train.config import read_config
 from fxpar.train.model import build_model
 from fxpar.train.rank import Outcome
@@ -127,7 +128,7 @@ def test_a_resumed_run_over_other_sequences(config, monkeypatch):
     monkeypatch.setattr("fxpar.train.launch.launch", lambda *_: pytest.fail("ranks were started"))
     model = torch.nn.Linear(2, 2)
     fingerprint = {"max_length": 64, "overlong": "split", "seed": 0, "shuffle": True}
-    extra = {"loader": {"fingerprint": fingerprint}}
+    extra = {"step": 3, "loader": {"fingerprint": fingerprint}}
     save_checkpoint(config / "out" / "checkpoints", 3, model, torch.optim.SGD(model.parameters()), extra)
     status, out, err = fxpar("train", *STDLIB, "--resume")
     assert (status, out) == (1, "")
@@ -135,6 +136,8 @@ def test_a_resumed_run_over_other_sequences(config, monkeypatch):
     assert "Go on with --set data.max_length=64" in err
     _, _, err = fxpar("train", *STDLIB, "--resume", "--set", "data.max_length=64", "--set", "run.seed=3")
     assert "run.seed = 0, and this configuration has 3" in err
+    _, _, err = fxpar("train", *STDLIB, "--resume", "--steps", "3")
+    assert "it has done 3 steps, and run.steps is 3: nothing is left. Raise run.steps" in err
 
 
 def test_a_resumed_run_of_another_model(config, monkeypatch):
@@ -229,10 +232,16 @@ def test_strategies_are_chosen_for_the_ranks_of_torchrun(config, monkeypatch):
     assert jobs[2].config.run.ranks is None  # strategies that are known say it
 
 
-def test_a_run_of_tasks_is_not_compared(tmp_path):
+def test_a_run_of_tasks_is_of_no_plan_and_not_compared(tmp_path):
     file = tmp_path / "run.toml"
     task = 'loss = "a.py:loss"\ndata = "a.py:data"\nitems = 1\nstrategies = { 8 = "dp1" }\n'
     file.write_text(f'[model]\nname = "a.py:make"\n[task.one]\n{task}')
     status, _, err = fxpar("train", str(file), "--compare", "static")
     assert status == 1
     assert "--compare: it is of one loss, and this configuration has tasks" in err
+    (tmp_path / "plan.toml").write_text(Plan("llama", 1, 500, (PlanGroup(8, "dp1", 8),)).to_toml())
+    _, _, err = fxpar("train", str(file), "--plan", str(tmp_path / "plan.toml"))
+    assert "a plan is for one loss, and this configuration has tasks. Leave --plan out" in err
+    many = file.read_text().replace("dp1", "dp2048")
+    file.write_text(many)
+    assert "strategy 'dp2048' needs 2048 ranks, and this machine has" in fxpar("train", str(file))[2]

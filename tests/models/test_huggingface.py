@@ -194,6 +194,8 @@ def test_no_folder_and_no_json(tmp_path):
         where = re.escape(str(Path(name).absolute()))
         with pytest.raises(ModelFolderError, match=rf"is not there \({where}\)\. .* name a local folder"):
             load(f"hf:{name}")
+    with pytest.raises(ModelFolderError, match=r"model 'hf:\./nofolder'"):
+        load("hf:./nofolder")
     with pytest.raises(ModelFolderError, match=r"has no config\.json that can be read .* name a local folder"):
         load(f"hf:{tmp_path}")
     (tmp_path / "config.json").write_text("[1")

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+
 import pytest
 import torch
 
-from fxpar.batching import MicroBatch
-from fxpar.errors import NoValidTokenError, WholeBatchError, WholeBatchesError
+from fxpar.batching import GroupCost, LengthGroup, MicroBatch, plan_batch
+from fxpar.errors import (
+    LengthMultipleError,
+    NoValidTokenError,
+    SequenceTooLongError,
+    WholeBatchError,
+    WholeBatchesError,
+    WholeBatchSizeError,
+)
 from fxpar.ir.graph import TensorMeta, dim_symbol
-from fxpar.runtime.reading import WholeBatches
+from fxpar.ir.strategy import Strategy
+from fxpar.runtime.reading import TokenRows, WholeBatches
 
 ROWS, TOKENS = dim_symbol("B"), dim_symbol("T")
 IMAGES = TensorMeta((ROWS, 3), torch.float32)
@@ -40,7 +51,10 @@ def test_labels_count_or_else_rows():
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"pixels": torch.zeros(3, 3)}, r"has 'target' of shape \[2, 5\]; the captured step reads \[B, T\]"),
+        (
+            {"pixels": torch.zeros(3, 3)},
+            r"has 'target' of shape \[2, 5\]; the captured step reads \[B, T\].* `dynamic` of the task",
+        ),
         ({"pixels": torch.zeros(2, 4)}, r"has 'pixels' of shape \[2, 4\]; the captured step reads \[B, 3\]"),
         ({"target": torch.ones(2, 5)}, "has 'target' of torch.float32; the captured step reads torch.int64"),
         ({"target": [1, 2]}, "has 'target' as a list"),
@@ -53,6 +67,36 @@ def test_a_batch_is_like_the_example(changed, why):
     reading.check([pair(2, 5), pair(4, 3)])
     with pytest.raises(WholeBatchError, match=f"batch 1 of the mini-batch {why}"):
         reading.check([pair(4, 3), {**pair(2, 5), **changed}])
+
+
+@dataclass
+class Program:
+    """What a reading asks a program."""
+
+    divisors: dict[str, int]
+    padding_hazard: str | None = "conv at x"
+    strategy: str = "dp2.cp2"
+
+
+def test_sizes_that_no_strategy_takes_are_told_by_key_and_dim():
+    reading, items = WholeBatches({"pixels": IMAGES, "target": WORDS}), [pair(2, 5), pair(3, 9)]
+    groups = [LengthGroup(8, Strategy.parse("cp2"), 8, multiple=2)]
+    for lengths, why in (
+        ((4, 5), r"must be a multiple of 2 up to 8 \('cp2'\). `dynamic` of the task says which sizes may differ"),
+        ((4, 9), r"the longest limit is 8 \('cp2'\). Add a strategy for 9 or more, or split it. `dynamic`"),
+    ):
+        with pytest.raises((LengthMultipleError, SequenceTooLongError)) as caught:
+            plan_batch(lengths, groups, [GroupCost(1.0, 0.0, 0.0)], lambda *_: 0.0)
+        told = str(reading.retold(caught.value))
+        assert re.search(
+            rf"batch 1 .* has {lengths[1]} in dim 1 of 'target' \(the dynamic dim 'T'\), but .*{why}", told
+        )
+    with pytest.raises(
+        WholeBatchSizeError, match=r"batch 1 .* has 3 in dim 0 of 'pixels' .* multiple of 2 .*'dp2.cp2'"
+    ):
+        reading.check_divides(Program({"B": 2}), items, (0, 1))  # type: ignore[arg-type]
+    reading.check_divides(Program({"B": 2}, None), items, (0, 1))  # type: ignore[arg-type]
+    assert TokenRows().retold(caught.value) is caught.value
 
 
 def test_what_is_no_batch():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,3 +83,15 @@ def test_a_mean_over_tokens_without_labels_is_told_once(name, alone):
     said = [str(one.message) for one in found if issubclass(one.category, FxparWarning)]
     assert len(said) == len(told)
     assert all(words in text for words, text in zip(told, said, strict=True))
+
+
+def test_a_group_that_joins_another_is_logged_once(alone, caplog):
+    model = fxpar.parallelize(Words(), strategies={16: "dp1", 64: "dp1"}, loss=distilled, monitor=False)
+    report = replace(model.train_step([LABELLED]), merged=((16, 64),))
+    caplog.set_level("INFO", "fxpar")
+    session = model.fxpar_session
+    for _ in range(2):
+        session.log_merged(report)
+        session.log_merged(replace(report, merged=(), tasks={"pairs": report}))
+    text = "<=16 joined <=64: too small to be worth a switch of its own (first in step 1)"
+    assert [record.getMessage() for record in caplog.records if record.name == "fxpar"] == [text, f"pairs: {text}"]

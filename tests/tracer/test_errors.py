@@ -152,6 +152,14 @@ def test_a_model_that_is_none():
         capture(3, sum_loss, X)
 
 
+def test_a_batch_of_another_dtype():
+    """Fake tensors of two dtypes have a product."""
+    message = r"^a product of torch.float32 and torch.float64 .*test_errors.py.* In the batch 'x' is torch.float32,"
+    with pytest.raises(errors.MixedDtypesError, match=message):
+        capture(nn.Linear(8, 4).double(), sum_loss, X)
+    capture(nn.Linear(8, 4).double(), lambda model, batch: model(batch["x"].double()).sum(), X)
+
+
 @pytest.mark.parametrize("batch", [{}, {"x": 3}, {"x": [1.0]}, {1: torch.ones(2)}, {"x": torch.ones(2).to_sparse()}])
 def test_bad_batch(batch):
     with pytest.raises(errors.BatchError):

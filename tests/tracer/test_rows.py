@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxpar.errors import FxparWarning
+from fxpar.runtime.options import compile_task
+from fxpar.runtime.task import Task
 from fxpar.tracer import capture
 
 CLASSES, WIDTH, TOKENS = 11, 4, 7
@@ -89,3 +91,32 @@ def test_a_batch_of_several_rows_is_told_of_once():
 
 def test_a_model_that_takes_one_row_alone_has_no_mean_over_rows():
     assert _said(BY_ROWS["division"][0], model=Model(rows=1)) == []
+
+
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.pixels = nn.Embedding(CLASSES, WIDTH), nn.Linear(3, WIDTH)
+
+
+def _pairs(model: Pairs, batch: dict[str, Tensor]) -> Tensor:
+    scores = model.pixels(batch["pixels"]) @ model.words(batch["ids"]).mean(1).T
+    return F.cross_entropy(scores, torch.arange(scores.shape[0]))
+
+
+def _tokens(model: Pairs, batch: dict[str, Tensor]) -> Tensor:
+    return (model.words(batch["ids"]) + model.pixels(batch["pixels"])[:, None]).sum(-1).mean()
+
+
+@pytest.mark.parametrize("dynamic", ["auto", {"pixels": {0: "B"}, "ids": {0: "B"}}])
+def test_a_task_without_labels_counts_rows(dynamic):
+    batch = {"pixels": torch.randn(5, 3), "ids": torch.ones(5, 6, dtype=torch.long)}
+    told = []
+    for loss in (_pairs, lambda model, batch: _pairs(model, batch) * 2, _tokens):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            compile_task(Pairs(), Task(loss, batch, dynamic=dynamic, strategies={8: "dp1"}))
+        told.append([str(one.message) for one in found if issubclass(one.category, FxparWarning)])
+    (of_tokens,) = told.pop()
+    assert told == [[], []]
+    assert "divides by tokens. fxpar takes the sum and divides by the rows of the task's batches" in of_tokens

@@ -76,6 +76,7 @@ def group_report(limit, strategy, sequences):
         predicted_switch_s=0.0625 if strategy == "cp4" else 0.0,
         predicted_reduce_s=0.03125,
         lengths=((8 if limit == 8 else 32, len(sequences)),),
+        unit="tokens",
     )
 
 

@@ -161,6 +161,7 @@ def test_missing_sections_and_keys():
     text = message(text="[model]\n[data]\nbatch_tokens = 3\n")
     for part in ("model.name is missing (a text)", "data.source is missing", "section [strategies] is missing"):
         assert part in text
+    assert "section [data] is missing (or [task.NAME])" in message(text="[run]")
     assert "section [model] is missing" in message(text="[run]")
     assert "model = 3 must be a section" in message(
         text=SMALL.replace('[model]\nname = "llama"\noptions = { layers = 1 }', "model = 3")

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fxpar.cli.train import TrainRequest, how_to_go_on
-from fxpar.errors import LaunchError, RankFailedError
+from fxpar.errors import LaunchError, LauncherSignalError, RankFailedError
 from fxpar.train.config import parse_config
 from fxpar.train.demo import DEMO
 from fxpar.train.launch import _interrupts, describe_failure, first_failure
@@ -94,6 +94,14 @@ def test_how_to_go_on_is_the_command_with_resume(tmp_path, monkeypatch):
     config = parse_config(DEMO, "--demo", "demo", ["run.folder=runs/demo-now"])
     assert how_to_go_on(request, config) == "There is no checkpoint to go on from: start the run again"
     monkeypatch.setattr("fxpar.train.session.latest", lambda config: config.checkpoints / "step-00000004")
+    monkeypatch.setattr("fxpar.checkpoint.load.read_extra", lambda path: {"step": 30})
+    assert (
+        how_to_go_on(request, config) == "All 30 steps are done, and saved in runs/demo-now/checkpoints/step-00000004"
+    )
+    monkeypatch.setattr("fxpar.checkpoint.load.read_extra", lambda path: {"step": 4})
+    assert str(LauncherSignalError("SIGTERM", "Go on")) == (
+        "ended by SIGTERM; all ranks were ended too, and saved nothing more (Ctrl-C saves a checkpoint). Go on"
+    )
     assert how_to_go_on(request, config) == (
         "Go on from runs/demo-now/checkpoints/step-00000004 with: fxpar train --demo --set run.seed=3 --set "
         "'model.options.dim=[1, 2]' --set run.folder=runs/demo-now --steps 9 --resume"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fxpar import losses
-from fxpar.errors import ModelFunctionError, ResumeError, TaskDataError
+from fxpar.errors import FxparError, ModelFunctionError, ResumeError, TaskDataError
 from fxpar.runtime.report import Evaluated
 from fxpar.train.session import _together
 from fxpar.train.task_source import TaskLoader, check_tasks, task_model, tasks_of
@@ -19,11 +19,28 @@ FILE = """
 import torch
 from torch import nn
 
+class Model(nn.Linear):
+    def __init__(self, width):
+        super().__init__(3, width)
+        self.words = nn.Embedding(9, width)
+
+    def forward(self, input_ids):
+        return super().forward(input_ids) if input_ids.is_floating_point() else self.words(input_ids)
+
 def build(width: int = 4):
-    return nn.Linear(3, width)
+    return Model(width)
 
 def loss(model, batch):
     return model(batch["x"]).sum()
+
+def long(number):
+    return torch.ones(5 + 2 * number, dtype=torch.int64)
+
+def mean(model, batch):
+    return model(batch["x"]).exp().mean().log()
+
+def none(number):
+    return {"x": torch.ones(0, 3)}
 
 def rows(number):
     if number == 9:
@@ -107,6 +124,25 @@ def test_what_is_no_item(config):
     assert len(list(islice(words, 4))) == 4
     with pytest.raises(TaskDataError, match=r"file.py:words\(4\) returned list. Let it return"):
         next(words)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ('8 = "dp2"', '8 = "ep2"', "task 'words': strategy 'ep2': ep cuts experts, and model 'Model' has none"),
+        ('8 = "dp2"', '8 = "cp1+cut(nope) > cp1"', "task 'words': .*nope"),
+        ("{ x = {", "{ y = {", "task 'rows': dynamic names 'y', but the batch has x"),
+        ('0 = "B"', '2 = "B"', "task 'rows': .* does not name a dim of a 2-dim tensor"),
+        ('data = "words"', 'data = "long"', r"task 'words': sequence 2 .* 9 tokens, but the longest limit is 8"),
+        ('{ 8 = "dp1" }', '{ 1 = "dp1" }', r"task 'rows': batch 0 .* has 2 in dim 0 of 'x' .*limit is 1"),
+        ('data = "rows"', 'data = "none"', r"task.rows.data: .*none\(0\) returned 'x' without an element"),
+        ('loss = "loss"', 'loss = "mean"', r"task 'rows': the loss is a mean"),
+    ],
+)
+def test_what_does_not_fit_before_ranks_start(config, tmp_path, old, new, told):
+    text = TASKS.replace("items = 1", "items = 3").replace("FILE", str(tmp_path / "file.py"))
+    with pytest.raises(FxparError, match=told):
+        check_tasks(parse(text.replace(old, new, 1)))
 
 
 def test_functions_that_are_not_there(config):

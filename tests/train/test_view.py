@@ -47,6 +47,19 @@ def test_a_small_switch_is_not_0():
     assert "960 B" in group_text(replace(group, switch_bytes=960))
 
 
+def test_what_is_no_text_has_its_own_unit():
+    (record,) = steps(1)
+    (group, *others) = record.groups
+    rows = replace(group, unit="rows", sequences=2, tokens=16)
+    assert f"{group.strategy}: 2 batches 16 rows 0.50 s" in group_text(rows)
+    assert "2 batches 0.50 s" in group_text(replace(rows, unit="batches", tokens=2))
+    mixed = replace(record, groups=(rows, *others))
+    assert "valid/s" in step_line(mixed, 1)
+    assert "16 rows" in "".join(group_table(mixed, 200).columns[3].cells)
+    (line,) = (line for line in summary_lines(Totals.of([mixed])) if line.startswith("valid "))
+    assert f"{mixed.valid_tokens} labels and rows" in line
+
+
 def test_line_of_a_skipped_step():
     (record,) = steps(1, bad_steps=(1,))
     assert "loss nan skipped" in step_line(record, 1)
