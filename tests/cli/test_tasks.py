@@ -227,4 +227,6 @@ def test_the_configuration_of_a_run_is_planned(of_model, capsys):
         ("run.toml", "Write FILE.py:FUNC"),
     ):
         assert told in fxpar("memory", file, "-s", "dp1")[2]
-    assert "it is the configuration of a run, and no plan. Write the name" in fxpar("viz", "one.toml", "-o", "x.html")[2]
+    assert (
+        "it is the configuration of a run, and no plan. Write the name" in fxpar("viz", "one.toml", "-o", "x.html")[2]
+    )
