@@ -117,7 +117,8 @@ class ModelSwitches:
 
     def of_set(self, unique: Mapping[str, Priced], resident: Collection[str], guess: bool) -> SetSwitches:
         """Of a model with two layers for each of the most stages, and with three; with all layers where a strategy
-        tells them apart. Without `guess` layouts are guessed where more than DEEPEST layers would have to be captured.
+        tells them apart. Without `guess` layouts are guessed only where more than DEEPEST layers would have to be
+        captured; those of what was lowered are none.
         """
         samples = self.depth.samples(max(one.strategy.stages for one in unique.values()))
         if any(isinstance(one, MixedCandidate) and one.stands for one in unique.values()):
