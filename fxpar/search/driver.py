@@ -104,7 +104,9 @@ class _Search:
             left = [one for one in following if one is not None and self._may_help(*one)]
         if not self.candidates:
             raise NoCandidateError(f"{name}: {why}" for name, why in self.known.refused.items())
-        for guess, least in pairs(self.candidates, self.seconds, self.pricer, self.intervals) * self.problem.teams:
+        if not self.problem.teams:
+            return
+        for guess, least in pairs(self.candidates, self.seconds, self.pricer, self.intervals):
             self.candidates.append(guess)
             self.seconds.append(least)
             self.least = np.minimum(self.least, least)
