@@ -54,6 +54,7 @@ AT_NIGHT: dict[str, tuple[str, ...]] = {
         "test_a_fused_projection_is_cut_over_all_ranks[2-tp4]",
     ),
     "benchmarks/test_tiny.py": (
+        "test_runs[bench_towers]",  # runtime/test_pipeline_towers.py, tasks/test_plan.py
         "test_runs[bench_truth]",  # benchmarks/test_truth.py has its parts
         "test_the_borders_of_steps_on_two_nodes[False]",
     ),
