@@ -257,11 +257,20 @@ def test_a_pipeline_that_holds_its_logits_has_them_whole():
     assert group.strategy == "pp2+zb_h1"
 
 
-@pytest.mark.parametrize(("slowdown", "found"), [(None, "dp2+remat"), (1.0, "dp2+offload")])
-def test_what_a_layer_keeps_waits_on_the_host_where_that_takes_less_time(slowdown: float | None, found: str):
-    """Than to compute it again: where copies run beside kernels, over a fast link."""
-    given = problem(None, 1, names=("dp2",))
-    device = replace(CPU, overlap_slowdown=slowdown, host_gb_per_s=100.0)
+@pytest.mark.parametrize(
+    ("slowdown", "host_gb_per_s", "memory_bytes", "found"),
+    [
+        (None, 100.0, None, "dp2+remat"),
+        (1.0, 100.0, None, "dp2+offload"),
+        (1.0, 0.15, 6_530_000, "dp2+offload(0.25)"),  # 90,000 bytes less than `dp2` takes; the link hides no more
+    ],
+)
+def test_what_a_layer_keeps_waits_on_the_host_where_that_takes_less_time(
+    slowdown: float | None, host_gb_per_s: float, memory_bytes: int | None, found: str
+):
+    """Than to compute it again: where copies run beside kernels, as much as the link takes beside them."""
+    given = problem(memory_bytes, 1, names=("dp2",))
+    device = replace(CPU, overlap_slowdown=slowdown, host_gb_per_s=host_gb_per_s)
     given = replace(given, cluster=replace(LINKS, device=device))
     search = _Search(given, known(given.cluster), lambda _: None)
     chosen = [(512, search.known.candidate(Strategy.parse("dp2+remat"), lambda _: None))]
