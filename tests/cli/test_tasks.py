@@ -14,7 +14,7 @@ import typer
 from fxpar.cli.tasks import ranges, run_tasks
 from fxpar.cli.tasks_commands import TasksRequest
 from fxpar.cli.tasks_file import read_model_tasks
-from fxpar.cli.tasks_run import RunTasks, to_toml
+from fxpar.cli.tasks_run import RunTasks, read_run_tasks, to_toml
 from fxpar.errors import ConfigError, FitsNoDevicesError, OutputError, TaskGraphError, TasksFileError
 from fxpar.train.config import read_config
 from fxpar.waves.runs import Option, RunPlan, TaskRun
@@ -199,6 +199,7 @@ def test_a_run_is_written_as_planned(of_run, capsys):
         assert one.ranks == (mine["ranks"] if len(mine["ranks"]) < 2 else None)
         assert (one.loss, one.items) == ("loss", before["task"][name]["items"])
     assert (found.tasks["first"].weight, found.tasks["first"].dims) == (0.5, {"x": {0: "B"}})
+    assert read_run_tasks("planned.toml", None, 8).tasks.cluster.world == 2  # what a plan wrote can be planned again
 
 
 def test_runs_that_cannot_be_planned(of_run, of_model):
