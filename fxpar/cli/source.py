@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,7 +27,7 @@ from fxpar.ir.columns import human_bytes
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.ir.teams import lowered_for
+from fxpar.ir.teams import lowered_for, teams_apart
 
 if TYPE_CHECKING:  # what loads, captures and lowers is imported when the cache has nothing
     import torch
@@ -44,6 +44,11 @@ T = TypeVar("T")
 def strategies_of(source: GraphSource, texts: Sequence[str], rounds: bool = False) -> list[Strategy]:
     """Parsed, with the overrides of this source. Raises as `parse_strategies` does."""
     return parse_strategies(texts, source.overrides, source.world, rounds)
+
+
+def apart(strategies: Iterable[Strategy]) -> list[Strategy]:
+    """Those of `teams_apart` of each, from rank 0, for what looks at one graph at a time; each text once."""
+    return list({str(one): replace(one, offset=0) for each in strategies for one in teams_apart(each)}.values())
 
 
 def check_one_team(command: str, strategies: Iterable[Strategy]) -> None:

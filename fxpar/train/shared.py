@@ -16,7 +16,7 @@ from torch import nn
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import GraphFormatError, SharedCaptureError
 from fxpar.graph_files.file import load_value, save_value
-from fxpar.runtime.options import compile_task
+from fxpar.runtime.compiling import compile_task
 from fxpar.runtime.planned import on_rank_0
 from fxpar.runtime.task import CompiledModel, Task
 from fxpar.train.config import TrainConfig
