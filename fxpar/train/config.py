@@ -344,14 +344,13 @@ def check_together(config: TrainConfig, source: str) -> None:
 def _value_problems(config: TrainConfig) -> list[str]:
     from fxpar.precision import Precision
 
-    problems, compute, optimizer = list[str](), config.precision.compute, config.optimizer
-    if (optimizer.name, optimizer.implementation) == ("sgd", "fused"):
-        problems.append('optimizer.implementation = "fused" is not for sgd: it takes no shards. Write "foreach"')
-    if compute is not None:
-        try:
-            Precision.parse(compute)
-        except FxparError as error:
-            problems.append(f"precision.compute: {error}")
+    optimizer, compute = config.optimizer, config.precision.compute
+    why = 'optimizer.implementation = "fused" is not for sgd: it takes no shards. Write "foreach"'
+    problems = [why] if (optimizer.name, optimizer.implementation) == ("sgd", "fused") else []
+    try:
+        Precision.parse(compute or "fp32")
+    except FxparError as error:
+        problems.append(f"precision.compute: {error}")
     return problems
 
 
