@@ -18,8 +18,6 @@ from fxpar.ir.written import read
 from fxpar.tasks import TaskStep
 from fxpar.waves.runs import RunPlan
 
-_UNPLANNED = "dp1"  # stands for a strategy that is yet to be found
-
 
 @dataclass(frozen=True)
 class RunTasks:
@@ -89,13 +87,18 @@ def _limits(tables: Mapping[str, Any]) -> dict[str, int | None]:
 
 
 def _unplanned(tables: Mapping[str, Any], limits: Mapping[str, int | None]) -> dict[str, Any]:
-    """The tables with one strategy on one rank for each task: what a plan fills in may be missing, or be for others."""
+    """The tables with one strategy on the ranks of the run for each task: what a plan fills in may be missing, or be
+    for others.
+    """
     if not isinstance(tables["task"], dict):
         return dict(tables)
+    run = tables.get("run")
+    ranks = run.get("ranks") if isinstance(run, dict) else None
+    strategy = f"dp{ranks}" if type(ranks) is int and ranks > 0 else "dp1"
     tasks = {
         name: {
             **{key: one for key, one in table.items() if key != "ranks"},
-            "strategies": {str(limits[name] or 1): _UNPLANNED},
+            "strategies": {str(limits[name] or 1): strategy},
         }
         if isinstance(table, dict)
         else table

@@ -233,6 +233,8 @@ _FP8, _SCALE_BYTES = torch.float8_e4m3fn, 4
 
 def _pack(rows: Tensor) -> Tensor:
     """[..., D] -> uint8 [..., D + 4]. The largest number of a row is the largest of the format; zeros stay zeros."""
+    if not rows.numel():  # a rank whose experts nobody chose
+        return rows.new_empty(*rows.shape[:-1], rows.shape[-1] + _SCALE_BYTES, dtype=torch.uint8)
     scale = rows.abs().amax(-1, keepdim=True).float() / torch.finfo(_FP8).max
     small = (rows.float() / scale.clamp(min=torch.finfo(torch.float32).tiny)).to(_FP8)
     return torch.cat([small.view(torch.uint8), scale.view(torch.uint8)], -1)
@@ -240,7 +242,8 @@ def _pack(rows: Tensor) -> Tensor:
 
 def _unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """uint8 [..., D + 4] -> [..., D]."""
-    small, scale = packed[..., :-_SCALE_BYTES], packed[..., -_SCALE_BYTES:].contiguous()
+    small, scale = packed[..., :-_SCALE_BYTES], packed[..., -_SCALE_BYTES:]
+    scale = scale.clone(memory_format=torch.contiguous_format)  # of one row it may begin at any byte
     return (small.view(_FP8).float() * scale.view(torch.float32)).to(dtype)
 
 

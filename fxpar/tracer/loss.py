@@ -82,13 +82,16 @@ def _averaged(mean: Mean, context: CaptureContext) -> Averaged:
     divisor, tokens = mean.divisor(), _tokens(context)
     words = f"{mean.what} at {mean.line}" if mean.line else mean.what
     if not isinstance(divisor, str):
-        rows = counted_rows(context)
-        if tokens is None or (rows is not None and known_equal(divisor, rows)):
+        rows = counted_rows(context) if tokens is not None else _rows(context)
+        if rows is not None and known_equal(divisor, rows):
             return Averaged(words)
+        by_labels = mean.by_labels and rows is None  # others than `labels` are not counted
+        if tokens is None:  # a task divides by rows, or by labels (`fxpar.runtime.compiling.lower_task`)
+            return Averaged(words, None if by_labels else 0)
         numbers, fewer = hint(divisor), hint(tokens) - hint(divisor)
         of_tokens = known_equal(divisor + fewer, tokens) if _is_dynamic(context) else True
         if numbers == 1 or (fewer >= 0 and of_tokens):
-            return Averaged(words, None if numbers == 1 or mean.by_labels else fewer)
+            return Averaged(words, None if numbers == 1 or by_labels else fewer)
         divisor = f"all numbers that it averages, of the example {numbers} for {hint(tokens)} tokens"
     warn_of_scale(f"is {words}", divisor)
     return Averaged(words)
@@ -110,6 +113,12 @@ def _tokens(context: CaptureContext) -> int | torch.SymInt | None:
     return None if ids is None else math.prod(ids.shape)
 
 
+def _rows(context: CaptureContext) -> int | torch.SymInt | None:
+    """The rows of a batch without labels."""
+    tensors = [t for t in context.batch.values() if t.dim()]
+    return tensors[0].shape[0] if tensors and "labels" not in context.batch else None
+
+
 def counted_rows(context: CaptureContext) -> int | torch.SymInt | None:
     """The rows of a batch that counts these (`fxpar.runtime.reading.WholeBatches`): one without labels that is more
     than one row of tokens, such as pairs of images and texts. None for another one.
@@ -117,11 +126,9 @@ def counted_rows(context: CaptureContext) -> int | torch.SymInt | None:
     ids = _ids(context)
     if ids is None or "labels" in context.batch:
         return None
-    tensors = [t for t in context.batch.values() if t.dim()]
-    tokens = ids.shape[-1]
-    if all(_is_row(t.shape, tokens) for t in tensors):
+    if all(_is_row(t.shape, ids.shape[-1]) for t in context.batch.values() if t.dim()):
         return None
-    return tensors[0].shape[0]
+    return _rows(context)
 
 
 def _is_row(shape: torch.Size, tokens: int | torch.SymInt) -> bool:

@@ -293,7 +293,7 @@ def _of_tasks(tables: dict[str, Any], source: str, name: str, problems: list[str
     sections = _sections({**tables, "data": {"source": "", "tokenizer": ""}, "strategies": {}}, problems)
     if not problems:
         config = TrainConfig(name=name, strategies=strategies, tasks=tasks, **sections)
-        problems += [*task_problems(tasks, strategies, config.run.ranks), *_precision_problems(config.precision)]
+        problems += [*task_problems(tasks, strategies, config.run.ranks), *_value_problems(config)]
         _tokenizer(config, problems)
         if not problems:
             return config
@@ -330,7 +330,7 @@ def check_together(config: TrainConfig, source: str) -> None:
     budgets = token_budget(config.engine, problems)
     if not config.strategies:
         problems += auto_problems(config.run.ranks, asdict(config.engine))
-    problems += _precision_problems(config.precision)
+    problems += _value_problems(config)
     if (config.data.batch_tokens is None) == (config.data.batch_sequences is None):
         problems.append("[data] needs one of batch_tokens and batch_sequences")
     if problems:
@@ -341,16 +341,17 @@ def check_together(config: TrainConfig, source: str) -> None:
             raise MaxLengthError(config.max_length, config.strategies[-1][0])
 
 
-def _precision_problems(precision: PrecisionConfig) -> list[str]:
-    if precision.compute is None:
-        return []
+def _value_problems(config: TrainConfig) -> list[str]:
     from fxpar.precision import Precision
 
+    optimizer, compute = config.optimizer, config.precision.compute
+    why = 'optimizer.implementation = "fused" is not for sgd: it takes no shards. Write "foreach"'
+    problems = [why] if (optimizer.name, optimizer.implementation) == ("sgd", "fused") else []
     try:
-        Precision.parse(precision.compute)
+        Precision.parse(compute or "fp32")
     except FxparError as error:
-        return [f"precision.compute: {error}"]
-    return []
+        problems.append(f"precision.compute: {error}")
+    return problems
 
 
 def described_cluster(engine: EngineConfig) -> ClusterSpec | None:

@@ -14,7 +14,6 @@ from fxpar.train.config import OptimizerConfig, ScheduleConfig
 
 # One kernel for all parameters, by default: a loop calls DTensor a dozen times for each of them.
 _IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
-    "auto": {"fused": True},
     "fused": {"fused": True},
     "foreach": {"foreach": True},
     "loop": {"foreach": False},
@@ -35,7 +34,8 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
         {"params": [p for p in everything if p.dim() < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    how: dict[str, Any] = {"lr": config.lr, **_IMPLEMENTATIONS[config.implementation]}
+    auto = "foreach" if config.name == "sgd" else "fused"  # torch 2.13 has no rule for DTensors in fused SGD
+    how: dict[str, Any] = {"lr": config.lr, **_IMPLEMENTATIONS[config.implementation.replace("auto", auto)]}
     own = {"momentum": config.momentum} if config.name == "sgd" else {"betas": config.betas, "eps": config.eps}
     return CLASSES[config.name](groups, **own, **how)
 

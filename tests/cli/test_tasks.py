@@ -199,6 +199,7 @@ def test_a_run_is_written_as_planned(of_run, capsys):
         assert one.ranks == (mine["ranks"] if len(mine["ranks"]) < 2 else None)
         assert (one.loss, one.items) == ("loss", before["task"][name]["items"])
     assert (found.tasks["first"].weight, found.tasks["first"].dims) == (0.5, {"x": {0: "B"}})
+    assert read_run_tasks("planned.toml", None, 8).tasks.cluster.world == 2  # what a plan wrote can be planned again
 
 
 def test_runs_that_cannot_be_planned(of_run, of_model):

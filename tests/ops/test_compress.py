@@ -166,6 +166,15 @@ def test_rows_in_bytes(dtype: torch.dtype) -> None:
     assert back.dtype == dtype
 
 
+@pytest.mark.parametrize("shape", [(0, 1, D), (1, 1, 5)])
+def test_no_row_and_one_row_in_a_byte_per_number(shape: tuple[int, ...]) -> None:
+    """Nobody chose the experts of a rank; one row, whose scale begins at any byte."""
+    rows = torch.randn(shape)
+    back = own.unpack_rows.default(own.pack_rows.default(rows), rows.dtype)
+    assert torch.allclose(back, rows, rtol=1 / 16)
+    assert back.shape == shape
+
+
 def test_rows_of_no_expert_have_clusters_of_no_expert() -> None:
     tokens, ids = _rows()
     ids = torch.where(ids == 0, 7, ids)

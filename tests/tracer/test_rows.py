@@ -108,15 +108,45 @@ def _tokens(model: Pairs, batch: dict[str, Tensor]) -> Tensor:
     return (model.words(batch["ids"]) + model.pixels(batch["pixels"])[:, None]).sum(-1).mean()
 
 
+def _numbers(model: Pairs, batch: dict[str, Tensor]) -> Tensor:
+    return model.pixels(batch["pixels"]).square().mean()
+
+
+def _some_labels(model: Pairs, batch: dict[str, Tensor]) -> Tensor:
+    scores = model.words(batch["ids"]).transpose(1, 2)
+    return F.cross_entropy(scores, batch["labels"], reduction="none").mean()
+
+
+def _told(loss, batch: dict[str, Tensor], dynamic) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        compile_task(Pairs(), Task(loss, batch, dynamic=dynamic, strategies={8: "dp1"}))
+    return [str(one.message) for one in found if issubclass(one.category, FxparWarning)]
+
+
 @pytest.mark.parametrize("dynamic", ["auto", {"pixels": {0: "B"}, "ids": {0: "B"}}])
 def test_a_task_without_labels_counts_rows(dynamic):
     batch = {"pixels": torch.randn(5, 3), "ids": torch.ones(5, 6, dtype=torch.long)}
-    told = []
-    for loss in (_pairs, lambda model, batch: _pairs(model, batch) * 2, _tokens):
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            compile_task(Pairs(), Task(loss, batch, dynamic=dynamic, strategies={8: "dp1"}))
-        told.append([str(one.message) for one in found if issubclass(one.category, FxparWarning)])
-    (of_tokens,) = told.pop()
-    assert told == [[], []]
-    assert "divides by tokens. fxpar takes the sum and divides by the rows of the task's batches" in of_tokens
+    assert [_told(loss, batch, dynamic) for loss in (_pairs, lambda m, batch: _pairs(m, batch) * 2)] == [[], []]
+    (of_tokens,) = _told(_tokens, batch, dynamic)
+    assert "divides by something else than rows. fxpar takes the sum and divides by the rows of the task's" in of_tokens
+
+
+def test_a_task_without_ids_counts_rows():
+    """Its mean over all numbers divides by more; one over rows does not."""
+    batch = {"pixels": torch.randn(5, 3)}
+    (of_numbers,) = _told(_numbers, batch, "auto")
+    assert "divides by something else than rows" in of_numbers
+    assert not _told(lambda m, batch: m.pixels(batch["pixels"]).square().sum(-1).mean(), batch, "auto")
+
+
+def test_a_task_counts_its_labels():
+    ids = torch.ones(5, 6, dtype=torch.long)
+    labels = ids.clone()
+    assert not _told(_some_labels, {"ids": ids, "labels": labels}, "auto")
+    labels[2, 3:] = -100
+    (of_labels,) = _told(_some_labels, {"ids": ids, "labels": labels}, "auto")
+    by_name = {"ids": ids, "targets": labels}
+    (of_others,) = _told(lambda m, b: F.cross_entropy(m.words(b["ids"]).transpose(1, 2), b["targets"]), by_name, "auto")
+    assert "divides by something else than rows" in of_others
+    assert "also divides by labels that are -100, 3 in the example" in of_labels

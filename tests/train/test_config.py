@@ -155,6 +155,7 @@ def test_all_problems_at_once():
     for part in ("run.step ", "optimizer.lr", "data.sorce", "strategies.7"):
         assert part in text
     assert len(text.splitlines()) == 5
+    assert 'implementation = "fused" is not for sgd' in message("optimizer.name=sgd", "optimizer.implementation=fused")
 
 
 def test_missing_sections_and_keys():

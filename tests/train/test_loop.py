@@ -142,7 +142,8 @@ def test_optimizers(name, implementation):
     before = model.weight.clone()
     optimizer.step()
     assert not torch.equal(before, model.weight)
-    assert bool(optimizer.defaults["fused"]) == (implementation in ("auto", "fused"))
+    fused = implementation == "fused" or (implementation == "auto" and name != "sgd")  # which takes no DTensors
+    assert bool(optimizer.defaults["fused"]) == fused
 
 
 def test_another_number_of_steps_changes_the_schedule():
