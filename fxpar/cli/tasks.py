@@ -7,8 +7,8 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from fxpar.cli.console import human_bytes, human_seconds, print_table, stdout_console, working
-from fxpar.cli.request import check_output, write_json, write_output
+from fxpar.cli.console import human_bytes, human_seconds, print_table, stderr_console, stdout_console, working
+from fxpar.cli.request import check_output, collected_warnings, write_json, write_output
 from fxpar.cli.tasks_commands import TasksRequest
 from fxpar.errors import TasksFileError
 from fxpar.waves import plan_waves
@@ -58,10 +58,13 @@ def _of_model(request: TasksRequest) -> tuple[TasksPlan, str | None]:
         do = "Give the configuration of a run, with [task.NAME] sections, or write a page: -o plan.html"
         raise TasksFileError(request.file, "", "it says nothing of data, so nothing can train as planned", do)
     tasks = run.tasks if run else read_model_tasks(request.file, request.devices, request.devices_per_node)
-    with working("capturing"):
+    notes: list[str] = []
+    with working("capturing") as status, collected_warnings(notes):
         steps = tasks.steps()
-    with working("lowering and planning"):
+        status.update("lowering and planning")
         found = plan_tasks(steps, tasks.cluster)
+    for note in notes:
+        stderr_console().print(f"note: {note}", markup=False)
     return found, run.planned(found.runs, steps) if run and writes and found.runs else None
 
 
