@@ -7,7 +7,7 @@ weights come from home, forward and backward run, gradients go home; no optimize
 
     one after the other   each tower on all ranks, in the layout that is predicted to be the fastest
     data parallel         one strategy, which cuts the pairs over all ranks (features are gathered for the loss)
-    side by side          each tower on ranks of its own
+    side by side          each tower on ranks of its own, as `fxpar tasks plan` chooses
 
 Paced, each kernel takes as long as it is priced on a device that waits for small kernels, as a GPU does for those of
 CLIP at eight pairs; the two cores of this machine then do not decide, and what ranks send each other travels as ever.
@@ -45,6 +45,7 @@ from fxpar.runtime.forked import run_forked
 from fxpar.runtime.pipeline import BoundPipeline
 from fxpar.runtime.stage import BoundStage
 from fxpar.runtime.task import CompiledModel
+from fxpar.tasks import captured, plan_tasks
 from fxpar.viz.inside import Inside
 from fxpar.viz.step import Planned, StepGroup, predict_step
 
@@ -53,7 +54,8 @@ ROWS = {"pixels": {0: "B"}, "ids": {0: "B"}}
 AFTER, PARALLEL, BESIDE = "one after the other", "data parallel", "side by side"
 # Each tower on all ranks: rules may give it another layout than the other one.
 ON_ALL_RANKS = ("cp4", "tp4", "cp2.tp2", "cp4[image: tp4]", "cp4[text: tp4]", "tp4[image: cp4]")
-TOWERS, PARALLEL_ROWS, ONE_EACH = "cp3+zb_h1+cut(text) > cp1", "cp4", "dp4"
+PARALLEL_ROWS, ONE_EACH = "cp4", "dp4"
+TOWERS = "cp3+zb_h1+cut(text) > cp1"  # of the tiny form
 TARGET, TARGET_ERROR = 1.25, 0.15
 TOLERANCE = 1e-5  # relative, float32
 # A kernel takes 1 ms at least, and a product of the image tower several. So it is for CLIP ViT-B/16 at eight pairs on a
@@ -232,6 +234,14 @@ def cluster_of(device: Device | None) -> ClusterSpec:
     return usual if device is None else replace(usual, device=device)
 
 
+def planned(sizes: Sizes, cluster: ClusterSpec) -> str:
+    """The strategy of the shortest step that a run can follow."""
+    step = captured(make_model(sizes), fxpar.Task(contrast, make_batch(sizes), dynamic=ROWS))
+    found = plan_tasks({"pairs": step}, cluster).runs
+    assert found is not None
+    return found.runs[0].option.strategy
+
+
 def fastest(ways: Sequence[Way], cluster: ClusterSpec, rows: int) -> Way:
     """The one whose step is predicted to be the shortest, weights and gradients aside."""
     return min(ways, key=lambda way: step_ms(way.program, cluster, rows))
@@ -319,14 +329,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.tiny:
         args.steps = args.rounds = 1
     everywhere = [PARALLEL_ROWS] if args.tiny else ON_ALL_RANKS
-    lowered = compiled(sizes, [*everywhere, TOWERS, ONE_EACH])
+    kinds = [args.only] if args.only else ["paced"] if args.tiny else ["paced", "real"]
+    devices = {kind: sizes.device if kind == "paced" else None for kind in kinds}
+    towers = {kind: TOWERS if args.tiny else planned(sizes, cluster_of(device)) for kind, device in devices.items()}
+    lowered = compiled(sizes, list(dict.fromkeys([*everywhere, *towers.values(), ONE_EACH])))
     found: dict[str, Any] = {"load1": os.getloadavg()[0]}
-    for kind in [args.only] if args.only else ["paced"] if args.tiny else ["paced", "real"]:
-        device = sizes.device if kind == "paced" else None
+    for kind, device in devices.items():
         ways = {
             AFTER: fastest([lowered[one] for one in everywhere], cluster_of(device), sizes.rows),
             PARALLEL: lowered[PARALLEL_ROWS],
-            BESIDE: lowered[TOWERS],
+            BESIDE: lowered[towers[kind]],
         }
         work = partial(measure, list(ways.values()), sizes, device, args.steps, args.rounds)
         taken = run_forked(WORLD, lambda _, work=work: work(), timeout_s=1200)[0]
@@ -335,9 +347,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if kind == "paced":
             print(f"targets: {TARGET} times as fast or more, predicted within {TARGET_ERROR:.0%}: {good}")
             each, beside = (
-                step_ms(lowered[one].program, cluster_of(device), sizes.rows, WORLD) for one in (ONE_EACH, TOWERS)
+                step_ms(lowered[one].program, cluster_of(device), sizes.rows, WORLD) for one in (ONE_EACH, towers[kind])
             )
-            print(f"of {WORLD} batches, {ONE_EACH} is predicted to take {each:.0f} ms, {TOWERS} {beside:.0f} ms")
+            print(f"of {WORLD} batches, {ONE_EACH} is predicted to take {each:.0f} ms, {towers[kind]} {beside:.0f} ms")
     (wide, deep, patches), (narrow, layers, words) = sizes.image, sizes.text
     print(
         f"{sizes.rows} pairs; image tower {deep} layers of width {wide}, {patches} patches; text tower {layers} layers "

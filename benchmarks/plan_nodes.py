@@ -82,6 +82,7 @@ def choose(name: str, mbit: float, tiny: bool = False, samples: int = 8) -> dict
     mine = [text for text in HOTSPAS if Strategy.parse(text).stages <= depth.layers]
     alone = [candidate(lower, Strategy.parse(text), cluster, depth, problem.anchors) for text in mine]
     memory = min(one.memory(longest).peak_bytes for one in alone) * 102 // 100
+    memory *= 1 + (tiny and name == ROUNDS)  # a tiny model is mostly weights, which two sizes of team have twice
     problem = replace(problem, memory_bytes=memory, overlap=True, keep=1, rounds=name == "rounds")
     found = searched(problem, rows)
     pricer = SetPricer(cluster, depth, outlines, batches, memory, packed=problem.packed, overlap=True)

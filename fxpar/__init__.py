@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fxpar.ir.mesh import Mesh
     from fxpar.ir.strategy import Strategy
     from fxpar.lowering import lower
-    from fxpar.runtime.options import compile_strategies, compile_task
+    from fxpar.runtime.compiling import compile_strategies, compile_task
     from fxpar.runtime.task import Task
     from fxpar.store.folder import Weights
     from fxpar.tracer import capture
@@ -51,8 +51,8 @@ _WHERE = {
     "Weights": "fxpar.store.folder",
     "capture": "fxpar.tracer",
     "check": "fxpar.checking",
-    "compile_strategies": "fxpar.runtime.options",
-    "compile_task": "fxpar.runtime.options",
+    "compile_strategies": "fxpar.runtime.compiling",
+    "compile_task": "fxpar.runtime.compiling",
     "expert_mm": "fxpar.tracer.experts",
     "losses": "fxpar.losses:",
     "lower": "fxpar.lowering",

@@ -58,6 +58,7 @@ AT_NIGHT: dict[str, tuple[str, ...]] = {
     ),
     "benchmarks/test_tiny.py": (
         "test_runs[bench_lsh_quality]",  # test_runs[bench_lsh] trains by the same steps
+        "test_runs[bench_towers]",  # runtime/test_pipeline_towers.py, tasks/test_plan.py
         "test_runs[bench_truth]",  # benchmarks/test_truth.py has its parts
         "test_the_borders_of_steps_on_two_nodes[False]",
     ),

@@ -25,7 +25,7 @@ from fxpar.annotate.bins import check_bins
 from fxpar.annotate.experts import check_experts
 from fxpar.annotate.module_rules import check_rules
 from fxpar.annotate.nesting import combine, is_within, modules_in_order_of_search
-from fxpar.annotate.notes import Choice, note_attention, note_missing_rules, note_uncut
+from fxpar.annotate.notes import Choice, note_attention, note_missing_rules, note_uncut, warn_of_missing_rules
 from fxpar.annotate.policy import ContextAxis, boundary_placement, grad_cost, resolve_overrides
 from fxpar.annotate.problem import RECEIVED, AxisProblem, build
 from fxpar.annotate.roles import Policy, check_options, policy_of
@@ -84,6 +84,7 @@ class AnnotateOnce:
             node.meta = dict(meta)
         graph.divisors.update(found.divisors)
         graph.notes.extend(found.notes)
+        warn_of_missing_rules(graph)
 
 
 @dataclass(frozen=True)

@@ -70,14 +70,21 @@ def note_uncut(graph: AnnotatedGraph, choices: Mapping[str, Choice]) -> None:
 
 def note_missing_rules(graph: AnnotatedGraph) -> None:
     """Warn of ops that run replicated only because nobody wrote their rule."""
+    graph.notes += warn_of_missing_rules(graph)
+
+
+def warn_of_missing_rules(graph: AnnotatedGraph) -> list[str]:
+    """What is warned of."""
     if not graph.strategy.model_axes:
-        return
+        return []
     missing = defaultdict(list)
     for node in graph.graph.nodes:
         if is_op(node) and rule_of(node.target) is None and node.target not in REPLICATED_ON_PURPOSE:
             missing[str(node.target)].append(node)
+    notes = []
     for name, nodes in missing.items():
         where = source_of(nodes[0]) or fqn_of(nodes[0]) or "the model"
         note = f"op {name} ({len(nodes)}x, first at {where}) has no sharding rule: it runs replicated"
-        graph.notes.append(note)
+        notes.append(note)
         warn(note)
+    return notes

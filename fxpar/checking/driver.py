@@ -8,7 +8,6 @@ data-parallel replica gets micro-batches of its own, of a different length where
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -20,13 +19,12 @@ from torch import Tensor, fx
 
 from fxpar.batching.documents import cut_in_documents, mark_documents, split_documents
 from fxpar.checking.batches import check_length
-from fxpar.checking.eager import NOISE, relative_error
+from fxpar.checking.compare import compared, summed
 from fxpar.checking.terms import squares, summed_terms
 from fxpar.checking.widen import wide_tensor, widen
 from fxpar.errors import FxparError, LossyProgramError, NothingToCheckError
 from fxpar.flow import with_packing
 from fxpar.ir.copies import copy_graph
-from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import compile_graph, make_tensors_on
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.node_meta import tensor_metas
@@ -263,13 +261,13 @@ def _check_one(setting: _Setting, strategy: Strategy | TrainGraph, limit: float,
     micro_batches = _micro_batches(program, setting.batches, in_rows)
     plan = assign(strategy, len(micro_batches))
     results = [values for mine in plan for values in setting.oracle.replica(mine, micro_batches)]
-    expected = _sum(results, setting.rows, setting.oracle.terms)
+    expected = summed(results, setting.rows, setting.oracle.terms)
     if not any(value.any() for value in expected.values()):
         raise NothingToCheckError
     begun, error = time.perf_counter(), ""
     try:
         ranks = run_world(program, setting.params, setting.buffers, micro_batches, plan, setting.scale, setting.compile)
-        loss_error, errors = _compare(program, ranks, expected)
+        loss_error, errors = compared(program, ranks, expected)
     except FxparError as problem:
         loss_error, errors, error = float("inf"), {"": float("inf")}, str(problem)
     worst = max(errors, key=errors.__getitem__) if errors else ""
@@ -350,56 +348,3 @@ def local_params(program: TrainGraph, params: Batch, rank: int) -> dict[str, Ten
         for info, stored in zip(part.inputs, part.stored_inputs, strict=True)
         if info.kind == "param"
     }
-
-
-def _sum(results: list[list[Tensor]], logical: LogicalGraph, terms: Sequence[str]) -> dict[tuple[str, str], Tensor]:
-    """Loss, gradients, and squared terms of some of them ("terms"), summed over micro-batches."""
-    total: dict[tuple[str, str], Tensor] = {}
-    keys = [*((info.kind, info.fqn) for info in logical.outputs), *(("terms", fqn) for fqn in terms)]
-    for values in results:
-        for key, value in zip(keys, values, strict=True):
-            if key[0] == "buffer":
-                continue
-            total[key] = value.clone() if key not in total else total[key] + value
-    return total
-
-
-def _compare(
-    program: TrainGraph, ranks: list[dict[str, Any]], expected: dict[tuple[str, str], Tensor]
-) -> tuple[float, dict[str, float]]:
-    """Relative error of the loss, and of each gradient put together from all ranks' pieces."""
-    truth = expected[("loss", "loss")]
-    loss_error = max(relative_error(result["loss"], truth) for result in ranks)
-    # A gradient that is zero but for rounding (a bias in front of a batch norm) is compared with the others' size.
-    floor = NOISE * max(
-        (float(t.abs().max()) for (kind, _), t in expected.items() if kind == "grad" and t.numel()), default=0.0
-    )
-    places: dict[str, list[DistConfig]] = defaultdict(list)
-    for part in program.storing:
-        for info, stored in zip(part.outputs, part.stored_outputs, strict=True):
-            if info.kind == "grad":
-                places[info.fqn].append(stored.dist)
-    errors: dict[str, float] = {}
-    for fqn, parts in places.items():
-        truth, terms = expected[("grad", fqn)], expected.get(("terms", fqn))
-        least = floor if terms is None else max(floor, float(terms.sqrt()))
-        if len(parts) > 1:
-            errors[fqn] = relative_error(_whole(fqn, parts, ranks, truth), truth, truth, least)
-            continue
-        config, worst = parts[0], 0.0
-        for rank in config.mesh.ranks:
-            piece = config.take(truth, rank)  # padding included: it must be zero
-            worst = max(worst, relative_error(ranks[rank]["grads"][fqn], piece, truth, least))
-        errors[fqn] = worst
-    return loss_error, errors
-
-
-def _whole(fqn: str, parts: list[DistConfig], ranks: list[dict[str, Any]], like: Tensor) -> Tensor:
-    """The sum of the terms that several pipeline stages give."""
-    total = torch.zeros_like(like)
-    for config in dict.fromkeys(parts):  # a rank adds up what its stages give
-        term = torch.zeros_like(like)
-        for rank in config.mesh.ranks:
-            config.put(term, ranks[rank]["grads"][fqn], rank)
-        total += term
-    return total

@@ -10,7 +10,7 @@ from fxpar.cli.commands import DiffRequest
 from fxpar.cli.console import stdout_console, working
 from fxpar.cli.diff_show import show
 from fxpar.cli.request import check_output, collected_warnings, write_json
-from fxpar.cli.source import check_one_team, read_graph, strategies_of
+from fxpar.cli.source import apart, check_one_team, read_graph, strategies_of
 from fxpar.errors import NoModuleError, SidesError, nearest
 from fxpar.graph_diff import Digest, compare, digest
 from fxpar.ir.graph import LogicalGraph
@@ -22,7 +22,7 @@ def run_diff(request: DiffRequest) -> bool:
     """Do it; False if the graphs differ and the exit status is to say so. Raises FxparError."""
     begun = time.process_time()
     strategies = strategies_of(request.source, request.strategy_texts)
-    check_one_team("fxpar diff", strategies)
+    strategies = apart(strategies) if any(one.teams for one in strategies) else strategies
     check_output(request.json)
     notes: list[str] = []
     with working() as status, collected_warnings(notes):

@@ -43,6 +43,7 @@ from fxpar.graph_files import SavedGraph
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
 from fxpar.ir.strategy import Strategy
+from fxpar.ir.teams import teams_apart
 from fxpar.passes.pack_documents import packed_if_proved
 
 _COLLECTIVE = re.compile(r"%?(?:\w+\.)?(?:all_reduce|all_gather|reduce_scatter|all_to_all|shift)_\d+")
@@ -57,15 +58,27 @@ def run_explain(request: ExplainRequest) -> None:
     with working() as status, collected_warnings(notes):
         status.update(f"reading {request.source.model}")
         cluster = None if request.cluster is None else ClusterSpec.from_file(request.cluster)
-        graphs = _Graphs(request.source, strategies[0] if strategies else None, cluster)
-        asked = {"subject": request.subject, "stage": request.stage, "passes": request.passes, **on_cluster(cluster)}
-        what = {"kind": "explanation", **asked, **placed_words(request.source, graphs.strategy)}
-        build = functools.partial(explained, request, graphs)
-        document = from_cache(request.source, what, build, graphs.strategy, answer=True)
-    if write_json(request.json, document):
+        strategy = strategies[0] if strategies else None
+        if strategy is None or not strategy.teams:
+            documents = [_answer(request, strategy, cluster)]
+        else:
+            documents = [_answer(request, team, cluster) | {"teams": of} for team, of in teams_apart(strategy).items()]
+    whole = documents[0] if strategy is None or not strategy.teams else {**strategy.to_json(), "teams": documents}
+    if write_json(request.json, whole):
         from fxpar.cli.explain_show import show
 
-        show(stdout_console(), document, top=request.top)
+        for number, document in enumerate(documents):
+            if number:
+                stdout_console().print()
+            show(stdout_console(), document, top=request.top)
+
+
+def _answer(request: ExplainRequest, strategy: Strategy | None, cluster: ClusterSpec | None) -> Document:
+    graphs = _Graphs(request.source, strategy, cluster)
+    asked = {"subject": request.subject, "stage": request.stage, "passes": request.passes, **on_cluster(cluster)}
+    what = {"kind": "explanation", **asked, **placed_words(request.source, graphs.strategy)}
+    build = functools.partial(explained, request, graphs)
+    return from_cache(request.source, what, build, graphs.strategy, answer=True)
 
 
 class _Graphs:
@@ -79,7 +92,7 @@ class _Graphs:
             strategy = self.file.strategy
         if strategy is None:
             raise StageNeedsStrategyError("explained")
-        check_one_team("fxpar explain", [strategy])
+        check_one_team("fxpar explain", [strategy])  # a file's
         if cluster is not None:
             cluster.require(strategy.world)
         self.strategy = strategy

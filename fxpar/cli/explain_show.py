@@ -41,7 +41,9 @@ def show(console: Console, document: Document, *, top: int = 12) -> None:
 def report(document: Document, width: int | None = None, *, top: int = 12) -> Iterator[Styled]:
     """The lines of `show`."""
     mesh = " x ".join(f"{axis}{degree}" for axis, degree in document["mesh"])
-    yield Styled(f"{document['model']} under {document['strategy']}, mesh {mesh}", "bold")
+    ranks = " and ".join(document.get("teams", ()))
+    on = ranks and f", on rank{'' if ranks.isdecimal() else 's'} {ranks}"
+    yield Styled(f"{document['model']} under {document['strategy']}, mesh {mesh}{on}", "bold")
     if "missing" in document:
         yield from _said(f"note: {document['missing']}", width, 0)
     if document.get("kind") == "summary":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,11 +13,11 @@ from fxpar.annotate.experts import balanced_routes
 from fxpar.cli.commands import MemoryRequest
 from fxpar.cli.console import plain_table, print_table, stdout_console, working
 from fxpar.cli.request import check_output, collected_warnings, write_json
+from fxpar.cli.rows import Rows
 from fxpar.cli.source import from_cache, placed_words, read_for_store, rows_once, strategies_of
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.polynomial import micro_batch_sizes
 from fxpar.ir.columns import folded, human_bytes
-from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.printer import without_folders
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.teams import largest_team, ranks_of_replica
@@ -83,7 +83,7 @@ def _asked(request: MemoryRequest) -> tuple[list[Strategy], list[int | None]]:
 
 
 def _predicted(
-    request: MemoryRequest, strategy: Strategy, cluster: ClusterSpec | None, rows: Callable[[], LogicalGraph]
+    request: MemoryRequest, strategy: Strategy, cluster: ClusterSpec | None, rows: Rows
 ) -> tuple[MemoryPrediction, tuple[str, ...]]:
     """The prediction, and what the lowering notes: kept, as a prediction runs the graph on the meta device."""
     count = request.micro_batches or steady_micro_batches(strategy)

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fxpar.cli.cache import CaptureCache, model_files, recorded
 from fxpar.cli.options import GraphSource
 from fxpar.cli.request import capture_model, in_precision, load_model, parse_precision, parse_strategies
+from fxpar.cli.rows import Rows
 from fxpar.errors import (
     GraphFileError,
     ModelFunctionError,
     OneTeamError,
     StageIndexError,
     StageNeedsStrategyError,
-    warn,
 )
 from fxpar.graph_files import Origin, SavedGraph, kind_of, load_graph, load_origin
 from fxpar.ir.columns import human_bytes
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.ir.teams import lowered_for
+from fxpar.ir.teams import lowered_for, teams_apart
 
 if TYPE_CHECKING:  # what loads, captures and lowers is imported when the cache has nothing
     import torch
@@ -45,6 +44,11 @@ T = TypeVar("T")
 def strategies_of(source: GraphSource, texts: Sequence[str], rounds: bool = False) -> list[Strategy]:
     """Parsed, with the overrides of this source. Raises as `parse_strategies` does."""
     return parse_strategies(texts, source.overrides, source.world, rounds)
+
+
+def apart(strategies: Iterable[Strategy]) -> list[Strategy]:
+    """Those of `teams_apart` of each, from rank 0, for what looks at one graph at a time; each text once."""
+    return list({str(one): replace(one, offset=0) for each in strategies for one in teams_apart(each)}.values())
 
 
 def check_one_team(command: str, strategies: Iterable[Strategy]) -> None:
@@ -93,27 +97,13 @@ def read_rows(source: GraphSource) -> LogicalGraph:
     return packed_if_proved(read_logical(source))[0]
 
 
-def rows_once(source: GraphSource) -> Callable[[], LogicalGraph]:
-    """`read_rows`, when it is first asked for and not again: for all strategies of a command that the cache lacks. The
-    warnings of reading are issued each time, so that the cache keeps them with whatever is made of it.
-    """
-    read = functools.cache(lambda: recorded(lambda: read_rows(source)))
-
-    def rows() -> LogicalGraph:
-        again = bool(read.cache_info().currsize)
-        graph, texts = read()
-        for text in texts if again else ():
-            warn(text)
-        return graph
-
-    return rows
+def rows_once(source: GraphSource) -> Rows:
+    """`read_rows` for all strategies of a command that the cache lacks."""
+    return Rows(lambda: read_rows(source))
 
 
 def read_lowered(
-    source: GraphSource,
-    strategy: Strategy | None,
-    rows: Callable[[], LogicalGraph] | None = None,
-    cluster: ClusterSpec | None = None,
+    source: GraphSource, strategy: Strategy | None, rows: Rows | None = None, cluster: ClusterSpec | None = None
 ) -> TrainGraph:
     """What the ranks run under `strategy`; None is for a graph file that holds just that. A file of a graph on its way
     through the passes goes through those that are left. `rows`: `rows_once(source)` of several calls; `cluster` as in
@@ -135,10 +125,7 @@ def read_lowered(
         raise StageNeedsStrategyError("exec")
 
     def build() -> TrainGraph:
-        from fxpar.lowering import lower
-
-        given = rows() if rows else read_rows(source)
-        return lower(given, strategy, storage=storage_dtype(source), cluster=cluster)
+        return (rows or rows_once(source)).lower(strategy, storage=storage_dtype(source), cluster=cluster)
 
     what = {"kind": "exec", **placed_words(source, strategy), **on_cluster(cluster)}
     return from_cache(source, what, build, strategy)
@@ -153,7 +140,7 @@ def read_for_store(
     source: GraphSource,
     strategy: Strategy,
     sizes: Mapping[str, int] | None = None,
-    rows: Callable[[], LogicalGraph] | None = None,
+    rows: Rows | None = None,
 ) -> TrainGraph:
     """What the ranks run in training, where a weight store keeps the parameters. `sizes` as in `fxpar.lower`, `rows` as
     for `read_lowered`.
@@ -162,9 +149,7 @@ def read_for_store(
     """
 
     def build() -> TrainGraph:
-        from fxpar.lowering import lower
-
-        return lower(rows() if rows else read_rows(source), strategy, for_store=True, sizes=sizes)
+        return (rows or rows_once(source)).lower(strategy, for_store=True, sizes=sizes)
 
     return from_cache(source, {"kind": "for store", "sizes": sizes, **placed_words(source, strategy)}, build, strategy)
 

@@ -25,8 +25,6 @@ from fxpar.models.user_function import call, find_function, unpack
 from fxpar.runtime.task import Task
 from fxpar.search.chosen import of_ranks
 from fxpar.tasks import TaskStep, captured
-from fxpar.train.config import described_cluster, read_config
-from fxpar.train.task_source import task_model, tasks_of
 
 _KEYS = {"model": str, "tasks": dict, "cluster": str, "devices": int, "precision": str}
 _TASK_KEYS = {"loss": str, "example": dict | str, "batches": int, "dynamic": dict}
@@ -63,7 +61,7 @@ class ModelTasks:
 
 
 def read_model_tasks(path: str, devices: int | None, devices_per_node: int) -> ModelTasks:
-    """A file for so many devices (None: as it says), or the configuration of a run.
+    """A file for so many devices (None: as it says); `read_run_tasks` reads the configuration of a run.
 
     Raises TasksFileError that names file, key and value, what loading the model raises, and ClusterError.
     """
@@ -74,7 +72,7 @@ def read_model_tasks(path: str, devices: int | None, devices_per_node: int) -> M
     except ValueError as error:
         raise TasksFileError(path, "", str(error), "Write model = ..., and a table [tasks.NAME] for each") from None
     if isinstance(data.get("model"), dict):
-        return _of_run(path, devices, devices_per_node)
+        raise TasksFileError(path, "task", "this run has one loss", "Plan it with fxpar plan, or add [task.NAME]")
     check_keys(path, data)
     count = data.get("devices", 1) if devices is None else devices
     if count < 1:
@@ -84,22 +82,6 @@ def read_model_tasks(path: str, devices: int | None, devices_per_node: int) -> M
         tasks = {name: _task(path, name, one, model) for name, one in data["tasks"].items()}
     cluster = ClusterSpec.from_file(data["cluster"]) if "cluster" in data else usual_cluster(count, devices_per_node)
     return ModelTasks(path, model, tasks, of_ranks(cluster, count), data.get("precision"))
-
-
-def _of_run(path: str, devices: int | None, devices_per_node: int) -> ModelTasks:
-    """The tasks of a configuration of `fxpar train`: item 0 is the example, and a step has `items` such batches.
-
-    Raises TasksFileError for a run of one loss, and what `read_config` and `tasks_of` raise.
-    """
-    config = read_config(path)
-    if not config.tasks:
-        raise TasksFileError(path, "task", "this run has one loss", "Plan it with fxpar plan, or add [task.NAME]")
-    count = config.world if devices is None else devices
-    with redirect_stdout(sys.stderr):
-        model, tasks = Model(task_model(config, "meta")), tasks_of(config)
-    numbered = {name: (task, config.tasks[name].items) for name, task in tasks.items()}
-    cluster = described_cluster(config.engine) or usual_cluster(count, devices_per_node)
-    return ModelTasks(path, model, numbered, of_ranks(cluster, count), config.precision.compute)
 
 
 def check_keys(path: str, data: object) -> None:

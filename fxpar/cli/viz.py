@@ -15,6 +15,7 @@ from fxpar.cli.commands import VizRequest
 from fxpar.cli.console import human_seconds, stdout_console, working
 from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
 from fxpar.cli.source import (
+    apart,
     check_one_team,
     from_cache,
     placed_words,
@@ -134,8 +135,7 @@ def _views(
         name = str(Strategy.parse(group.strategy))
         budgets[name] = max(group.token_budget, budgets.get(name, 0))
     source = request.source
-    strategies = list({str(one): one for one in strategies_of(source, request.strategy_texts)}.values())
-    check_one_team("fxpar viz", strategies)
+    strategies = apart(strategies_of(source, request.strategy_texts))
     for strategy in strategies:
         _check_ranks(strategy)
         if cluster:

@@ -65,6 +65,3 @@ def crosses_nodes(mesh: Mesh, axis: str, cluster: ClusterSpec) -> bool:
 
 def _groups(mesh: Mesh, axis: str) -> Sequence[Sequence[int]]:
     return mesh.groups(tuple(axis.split(".")))
-
-
-__all__ = ["Loads", "crosses_nodes", "exchange", "ring"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from fxpar.errors.base import *
 from fxpar.errors.batching import *
 from fxpar.errors.capture import *
+from fxpar.errors.checkpoints import *
 from fxpar.errors.compiling import *
 from fxpar.errors.looking import *
 from fxpar.errors.planning import *

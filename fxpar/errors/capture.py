@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from fxpar.errors.base import FxparError, a_type, nearest, one_line
 
@@ -301,69 +301,6 @@ class BackendOptionError(FxparError):
             f"torch.compile(backend='fxpar'), option {option!r}: {why}{stop} Write for example "
             f'torch.compile(model, backend="fxpar", options={{{example}}})'
         )
-
-
-class CheckpointError(FxparError):
-    """Base of the errors of `fxpar.checkpoint`; the same error is raised on all ranks."""
-
-    what = "checkpoint"
-
-    def __init__(self, path: object, why: str) -> None:
-        self.path, self.why = str(path), one_line(why, None)
-        super().__init__(f"{self.what} {self.path!r}: {self.why}")
-
-    def __reduce__(self) -> tuple[type, tuple]:
-        return type(self), (self.path, self.why)
-
-
-class CheckpointWriteError(CheckpointError):
-    """A checkpoint cannot be written (disk full, no permission, no shared folder); the ones before are intact."""
-
-
-class WeightsWriteError(CheckpointWriteError):
-    """A folder of weights, as transformers reads it, cannot be written."""
-
-    what = "folder of weights"
-
-
-class CheckpointInUseError(CheckpointError):
-    """Another process, or another thread of this one, saves its checkpoints to the same folder."""
-
-
-class MissingCheckpointError(CheckpointError):
-    """There is no checkpoint where one is to be read; nothing was loaded."""
-
-
-class CorruptCheckpointError(CheckpointError):
-    """A file of a checkpoint is missing, truncated or changed; nothing was loaded."""
-
-
-class CheckpointMismatchError(CheckpointError):
-    """A checkpoint is of another model or optimizer; nothing was loaded."""
-
-
-class CheckpointValueError(CheckpointError):
-    """Something to save is neither a tensor nor a plain value."""
-
-
-class WeightsFolderError(FxparError):
-    """A folder that weights cannot be read from, or written to."""
-
-    def __init__(self, folder: object, why: str) -> None:
-        self.folder, self.why = str(folder), one_line(why, None)
-        super().__init__(f"weights in {self.folder!r}: the folder {self.why}")
-
-    def __reduce__(self) -> tuple[type, tuple]:
-        return type(self), (self.folder, self.why)
-
-
-class WeightsMismatchError(FxparError):
-    """A folder holds the weights of another model; nothing was loaded."""
-
-    def __init__(self, folder: object, problems: str, options: Sequence[str]) -> None:
-        ways = " or ".join(f"{option}=[globs]" for option in options)
-        allow = f". If that is intended, allow it: {ways}" if ways else ""
-        super().__init__(f"weights in {str(folder)!r} are of another model; {problems}{allow}. Nothing was loaded")
 
 
 class MetaBufferError(FxparError):

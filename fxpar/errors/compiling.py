@@ -230,13 +230,13 @@ class NotAChainError(StageCutError):
 class RematBudgetError(FxparError):
     """A budget for saved activations that recomputation cannot meet."""
 
-    def __init__(self, budget_bytes: int, least_bytes: int, sizes: Mapping[str, int]) -> None:
+    def __init__(self, budget_bytes: int, least_bytes: int, sizes: Mapping[str, int], strategy: str) -> None:
         self.least_bytes = least_bytes
         where = ", ".join(f"{name} = {size}" for name, size in sizes.items())
         super().__init__(
-            f"remat: the backward needs at least {least_bytes / 1e6:,.3f} MB of saved activations per rank"
-            f"{f' at {where}' if where else ''}, and the budget is {budget_bytes / 1e6:,.3f} MB. Raise the budget, cut "
-            "the model or its tokens over more ranks, or use shorter micro-batches"
+            f"remat: under {strategy} the backward needs at least {least_bytes / 1e6:,.3f} MB of saved activations "
+            f"per rank{f' at {where}' if where else ''}, and the budget is {budget_bytes / 1e6:,.3f} MB. Raise the "
+            "budget, cut the model or its tokens over more ranks, or use shorter micro-batches"
         )
 
 

@@ -64,6 +64,13 @@ class AutoStrategiesError(FxparError):
         super().__init__(f"rank 0 chose no strategies: {problem}")
 
 
+class SharedCaptureError(FxparError):
+    """Rank 0, which captures the tasks for all ranks, could not; its own error says more."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"rank 0 captured no tasks: {problem}")
+
+
 class SequenceFitsNowhereError(FxparError):
     """No strategy holds the longest sequence in the memory that there is; `nearest` is the one that lacks least."""
 

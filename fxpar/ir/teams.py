@@ -67,6 +67,18 @@ def lowered_for(strategy: Strategy, number: int) -> Strategy:
     return replace(own, axes=axes or SINGLE.axes, offset=strategy.offset)
 
 
+def teams_apart(strategy: Strategy) -> dict[Strategy, list[str]]:
+    """What teams side by side run under, with the ranks of those that do: teams alike are one. Else the strategy, on
+    its ranks.
+    """
+    found: dict[Strategy, list[str]] = {}
+    for number, team in enumerate(strategy.teams):
+        runs, first = lowered_for(strategy, number), strategy.of_team(number).offset
+        alike = next((one for one in found if replace(one, offset=runs.offset) == runs), runs)
+        found.setdefault(alike, []).append(f"{first}-{first + team.world - 1}" if team.world > 1 else str(first))
+    return found or {strategy: []}
+
+
 def formations(choice: Strategy | str) -> tuple[Strategy, ...]:
     """The strategies that a group may run under: the one that `choice` is, or all of `rounds(...)`: the ways to cut the
     ranks of the widest team into teams. Those with a widest team come first.

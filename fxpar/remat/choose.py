@@ -14,6 +14,7 @@ from fxpar.errors import RematBudgetError, RematGlobError
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.module_rules import ModuleRule
 from fxpar.ir.remat import Remat
+from fxpar.ir.strategy import Strategy
 from fxpar.remat.cut import Cut, least_bytes, least_work
 from fxpar.remat.forward import ForwardValues, forward_values, is_communication, prefixes
 from fxpar.remat.storages import trace_storages
@@ -49,6 +50,12 @@ def chosen_by_module(graph: AnnotatedGraph, dims: Mapping[sympy.Symbol, int]) ->
 def _outermost(rule: ModuleRule, place: str) -> str:
     """The outermost module that the rule matches, of those around a place."""
     return next((module for module in prefixes(place) if rule.matches(module)), "")
+
+
+def _named(strategy: Strategy) -> str:
+    """With the ranks of a team or stage that is not the first."""
+    first = strategy.offset
+    return f"'{strategy}'" + (f" on ranks {first} to {first + strategy.world - 1}" if first else "")
 
 
 def choose(graph: AnnotatedGraph, remat: Remat, dims: Mapping[sympy.Symbol, int]) -> frozenset[fx.Node]:
@@ -99,5 +106,6 @@ def _cheapest(
     cut = Cut(values, storages, frozenset(allowed), work, returned)
     least = least_bytes(cut)
     if least.saved_bytes > remat.budget_bytes:
-        raise RematBudgetError(remat.budget_bytes, least.saved_bytes, {str(k): v for k, v in dims.items()})
+        sizes = {str(k): v for k, v in dims.items()}
+        raise RematBudgetError(remat.budget_bytes, least.saved_bytes, sizes, _named(graph.strategy))
     return least_work(cut, remat.budget_bytes, least).recomputed

@@ -21,12 +21,13 @@ from fxpar.precision import with_precision
 from fxpar.runtime.attributes import plain_attributes
 from fxpar.runtime.binding import Bound, bind_here
 from fxpar.runtime.calls import PlainCalls
+from fxpar.runtime.compiling import capture_step
 from fxpar.runtime.decided import Decided
 from fxpar.runtime.engine import Engine, EngineOptions
 from fxpar.runtime.evaluate import Evaluation
 from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.loss_scaler import LossScaler
-from fxpar.runtime.options import CostModel, ParallelizeOptions, capture_step
+from fxpar.runtime.options import CostModel, ParallelizeOptions
 from fxpar.runtime.session import Ground, Session, SessionTask
 from fxpar.runtime.spans import Recorder
 from fxpar.runtime.storage import activation_bytes, may_overlap, open_storage

@@ -15,7 +15,8 @@ from fxpar.losses import LossFunction
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.precision import Precision, with_precision
 from fxpar.profiling.record import memory_bytes
-from fxpar.runtime.options import as_precision, capture_step, cluster_here
+from fxpar.runtime.compiling import as_precision, capture_step
+from fxpar.runtime.options import cluster_here
 from fxpar.search.chosen import Rows, of_ranks, planned_for, problem_of, searched
 from fxpar.search.known import Said
 from fxpar.search.plan_file import Plan

@@ -23,8 +23,8 @@ from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower_forward
 from fxpar.precision import Precision, with_precision
 from fxpar.runtime.agree import check_same_in_replicas
+from fxpar.runtime.compiling import as_printed
 from fxpar.runtime.micro import replica_of
-from fxpar.runtime.options import as_printed
 from fxpar.runtime.plain import PlainRunner
 from fxpar.runtime.runner import Backend
 from fxpar.runtime.switching import Switching

@@ -19,16 +19,9 @@ from fxpar.flow import with_packing
 from fxpar.ir.graph import DOCUMENTS, TOKEN_NUMBERS, TOKENS, TensorMeta
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
+from fxpar.runtime.compiling import as_precision, compile_strategies, compile_task, on_ranks, strategy_names
 from fxpar.runtime.notices import warn_of_carried, warn_of_limits
-from fxpar.runtime.options import (
-    ParallelizeOptions,
-    as_precision,
-    cluster_here,
-    compile_strategies,
-    compile_task,
-    on_ranks,
-    strategy_names,
-)
+from fxpar.runtime.options import ParallelizeOptions, cluster_here
 from fxpar.runtime.reading import Reading, is_row_of_tokens, reading_of
 from fxpar.runtime.task import CompiledModel, Task, check_ranks
 from fxpar.store import check_order

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from fxpar.errors import AutoStrategiesError, ParallelizeError, nearest
+from fxpar.errors import AutoStrategiesError, FxparError, ParallelizeError, nearest
 from fxpar.ir.collector import collector_paused
 from fxpar.ir.strategy import Strategy
 from fxpar.runtime.agree import check_same_options
@@ -107,9 +107,10 @@ def parameters_of(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def on_rank_0(make: Callable[[], T]) -> T:
+def on_rank_0(make: Callable[[], T], elsewhere: Callable[[str], FxparError] = AutoStrategiesError) -> T:
     """What `make` returns on rank 0, on all ranks: a search that looks at clocks or figures of this machine must not
-    decide differently. What it raises is raised there, AutoStrategiesError on the others.
+    decide differently, and what takes long need not be done by all. What it raises is raised there, and what
+    `elsewhere` makes of its text on the others.
     """
     found: list[T | None] = [None]
     problem, own = [""], None
@@ -122,7 +123,7 @@ def on_rank_0(make: Callable[[], T]) -> T:
     if own is not None:
         raise own
     if problem[0]:
-        raise AutoStrategiesError(problem[0])
+        raise elsewhere(problem[0])
     dist.broadcast_object_list(found, src=0)
     return found[0]  # type: ignore[return-value]
 

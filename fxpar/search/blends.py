@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -42,6 +43,36 @@ class Changed(Priced):
     def predicted(self, tokens: int) -> Memory:
         base = self.base.at(tokens)
         return _held(base, [(one.at(tokens), base) for one in self.changes])
+
+
+@dataclass
+class Between(Priced):
+    """A guess at `share` of the way from `base` to `other`, of which time and memory are taken to change evenly."""
+
+    base: Priced
+    other: Priced
+    share: float
+
+    @property
+    def multiple(self) -> int:
+        return self.other.multiple
+
+    @cached_property
+    def cost(self) -> GroupCost:
+        base = self.base.group_cost
+        return _summed(base, [(self.other.group_cost, base, self.share)])
+
+    @property
+    def reduce_s(self) -> float:
+        return self.base.reduce_s + (self.other.reduce_s - self.base.reduce_s) * self.share
+
+    @property
+    def pace(self) -> Pace | None:
+        return self.base.pace
+
+    def predicted(self, tokens: int) -> Memory:
+        pairs = zip(self.base.at(tokens).columns, self.other.at(tokens).columns, strict=True)
+        return Memory(*(math.ceil(a + (b - a) * self.share) for a, b in pairs))
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ import numpy as np
 from fxpar.errors import NoCandidateError, SequenceFitsNowhereError
 from fxpar.ir.collector import collector_paused
 from fxpar.ir.strategy import Strategy, of_degrees
+from fxpar.search.blends import Between
 from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
 from fxpar.search.chunked import ChunkSearch
 from fxpar.search.ideal import Kernels, ideal_seconds
@@ -47,6 +48,7 @@ from fxpar.search.teams import Teams, pairs, without_teams
 
 PLANNED = 48  # sets that are planned at most
 GUESSES = (StagedGuess, Teams)  # nothing was lowered for them
+SHARES = (0.25, 0.5, 0.75)  # of activations, on the host
 CLOSE = 0.01  # by so much a set may be slower than it was ranked
 
 
@@ -104,7 +106,9 @@ class _Search:
             left = [one for one in following if one is not None and self._may_help(*one)]
         if not self.candidates:
             raise NoCandidateError(f"{name}: {why}" for name, why in self.known.refused.items())
-        for guess, least in pairs(self.candidates, self.seconds, self.pricer, self.intervals) * self.problem.teams:
+        if not self.problem.teams:
+            return
+        for guess, least in pairs(self.candidates, self.seconds, self.pricer, self.intervals):
             self.candidates.append(guess)
             self.seconds.append(least)
             self.least = np.minimum(self.least, least)
@@ -273,15 +277,33 @@ class _Search:
             for other in (self.known.candidate(text, self.said) for text in also_tried(strategy, offload=beside)):
                 if other is None:
                     continue
-                tried = [(limit, other if one.strategy == strategy else one) for limit, one in settled]
-                # As it is guessed first: what it holds takes longer to find than what it takes.
-                for settle in (False, True):
-                    priced = self.pricer.price(tried, settle)
-                    if priced is None or priced.predicted_s >= best.predicted_s:
-                        break
-                else:
-                    best, chosen = priced, tried
+                share = self._best_share(strategy, other, settled)
+                for variant in filter(None, (other, share)):
+                    tried = [(limit, variant if one.strategy == strategy else one) for limit, one in settled]
+                    # As it is guessed first: what it holds takes longer to find than what it takes.
+                    for settle in (False, True):
+                        priced = self.pricer.price(tried, settle)
+                        if priced is None or priced.predicted_s >= best.predicted_s:
+                            break
+                    else:
+                        best, chosen = priced, tried
         return best
+
+    def _best_share(self, strategy: Strategy, other: Priced, chosen: Chosen) -> Priced | None:
+        """Of a strategy that keeps all activations on the host: with the share that takes least in place of `strategy`,
+        on the line between none and all; None if that is one of these.
+        """
+        none = self.known.candidate(replace(other.strategy, offload=0.0), self.said) if other.strategy.offload else None
+        if none is None:
+            return None
+        seconds: dict[float, float] = {}
+        for share in (0.0, *SHARES, 1.0):
+            guess = Between(replace(other.strategy, offload=share), other.cluster, other.anchors, none, other, share)
+            priced = self.pricer.price([(limit, guess if o.strategy == strategy else o) for limit, o in chosen])
+            seconds[share] = np.inf if priced is None else priced.predicted_s
+        best = min(seconds, key=lambda share: seconds[share])
+        found = replace(other.strategy, offload=best)
+        return self.known.candidate(found, self.said) if best in SHARES else None
 
     def _disappoints(self, groups: Groups, plan: PricedSet) -> bool:
         """Whether a set is not what it was ranked as, which is then put right. A set with guesses in it is only where

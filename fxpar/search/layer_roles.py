@@ -46,7 +46,7 @@ Position = tuple[tuple[ModuleRule, Candidate], ...]  # rules, and what the model
 
 
 @dataclass(frozen=True)
-class _Choice(Generic[T]):
+class Choice(Generic[T]):
     """Something to choose, and what it takes."""
 
     what: T
@@ -88,14 +88,14 @@ class LayerSearch:
         """With the best choices outside of layers, all kinds and those without bins."""
         tokens = group.budget(one) or group.limit
         kinds, ends = self._kinds(group, tokens), self._ends(group, tokens)
-        found: list[list[_Choice[Candidate]]] = []
+        found: list[list[Choice[Candidate]]] = []
         for some in (kinds, [kind for kind in kinds if kind.what.strategy.bins == 1]):
             best = _best(group, some, tokens, KINDS)
             if best and best not in found:
                 found.append(best)
         return [self._stage(best, outside, one.strategy.pipeline_size) for best in found for outside in ends]
 
-    def _kinds(self, group: Group, tokens: int) -> list[_Choice[Candidate]]:
+    def _kinds(self, group: Group, tokens: int) -> list[Choice[Candidate]]:
         """The best choices of rules in a layer, under the best levels of savings, as lowered."""
         first = self.levels[0]
         alone = self._per_layer(first, group, tokens)
@@ -103,14 +103,12 @@ class LayerSearch:
         summed = _choices(inside, [self._added(p, alone, group, tokens) for p in inside])
         roles = [one.what for one in _best(group, summed, tokens, ROLES)]
         own = tuple(rule for rule in self.own if child_of(rule, self.layers))
-        levels = _best(
-            group, [_Choice(one, self._per_layer(one, group, tokens)) for one in self.levels], tokens, LEVELS
-        )
+        levels = _best(group, [Choice(one, self._per_layer(one, group, tokens)) for one in self.levels], tokens, LEVELS)
         found = []
         for level, rules in itertools.product(levels, dict.fromkeys([*roles, own])):
             one = self.known.candidate(replace(level.what.strategy, rules=rules), self.said)
             if one is not None and len(one.samples) == 2:
-                found.append(_Choice(one, self._per_layer(one, group, tokens)))
+                found.append(Choice(one, self._per_layer(one, group, tokens)))
         return found
 
     def _added(self, position: Position, alone: Taken, group: Group, tokens: int) -> list[Taken]:
@@ -129,7 +127,7 @@ class LayerSearch:
         own = tuple(rule for rule in self.own if child_of(rule, self.layers) is None)
         return list(dict.fromkeys([*(one.what for one in _best(group, summed, tokens, ENDS)), own]))
 
-    def _stage(self, kinds: Sequence[_Choice[Candidate]], outside: Rules, stages: int) -> GuessedStage:
+    def _stage(self, kinds: Sequence[Choice[Candidate]], outside: Rules, stages: int) -> GuessedStage:
         """What saves most comes first, so that layers in front save."""
         first, with_one = self.levels[0], {rule: one for position in self.positions for rule, one in position}
         changes = tuple((with_one[rule], first) for rule in outside)
@@ -181,20 +179,20 @@ def _taken(held: Fraction, seconds: Polynomial, reduce_s: float, group: Group, t
     return np.array([float(held), run_s, reduce_s])
 
 
-def _choices(positions: Sequence[Position], taken: Sequence[Sequence[Taken]]) -> list[_Choice[Rules]]:
+def _choices(positions: Sequence[Position], taken: Sequence[Sequence[Taken]]) -> list[Choice[Rules]]:
     """Rules for some positions, each with what it takes more; none is beaten in bytes, seconds and sync at once."""
-    found: list[_Choice[Rules]] = [_Choice((), np.zeros(3))]
+    found: list[Choice[Rules]] = [Choice((), np.zeros(3))]
     for position, more in zip(positions, taken, strict=True):
-        alone: list[_Choice[Rules]] = [_Choice((rule,), each) for (rule, _), each in zip(position, more, strict=True)]
+        alone: list[Choice[Rules]] = [Choice((rule,), each) for (rule, _), each in zip(position, more, strict=True)]
         both = itertools.product(list(found), alone)
-        found += [_Choice(one.what + other.what, one.taken + other.taken) for one, other in both]
+        found += [Choice(one.what + other.what, one.taken + other.taken) for one, other in both]
         sums = np.array([one.taken for one in found])
         keep = undominated(np.rint(sums[:, 0]).astype(np.int64), sums[:, 1], sums[:, 2], np.zeros(len(sums), np.int64))
         found = [found[at] for at in keep.tolist()]
     return found
 
 
-def _best(group: Group, found: Sequence[_Choice[T]], tokens: int, most: int) -> list[_Choice[T]]:
+def _best(group: Group, found: Sequence[Choice[T]], tokens: int, most: int) -> list[Choice[T]]:
     """Of which mixtures are best: corners of the hull of bytes and seconds, then what is closest above it."""
     if not found:
         return []

@@ -110,15 +110,17 @@ def rescheduled(strategy: Strategy) -> Strategy | None:
 
 def also_tried(strategy: Strategy, offload: bool) -> tuple[Strategy, ...]:
     """What to try in place of a strategy that a set has. For a pipeline a schedule that waits less, and a loss that is
-    whole, as the rank that has it may have room where a guess has none. For one that recomputes all of a layer, with
-    `offload`: to keep what its forward saves, or the products of it, on the host.
+    whole, as the rank that has it may have room where a guess has none. For one that recomputes or has ZeRO-3, with
+    `offload`: to keep on the host what its forward saves, beside as much recomputation, or less.
     """
     faster = rescheduled(strategy)
     found = () if faster is None else (faster,)
     if faster is not None and strategy.chunks > 1:
         found += replace(strategy, chunks=1), replace(faster, chunks=1)
-    if offload and strategy.remat is not None and strategy.remat.mode == "full":
-        found += tuple(replace(strategy, remat=_of_shape(one, strategy), offload=1.0) for one in (None, SELECTIVE))
+    if offload and (strategy.remat is not None or strategy.zero):
+        less = (None, SELECTIVE) if strategy.remat is not None and strategy.remat.mode == "full" else (None,)
+        remats = dict.fromkeys([*(_of_shape(one, strategy) for one in less), strategy.remat])
+        found += tuple(replace(strategy, remat=one, offload=1.0) for one in remats)
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.ir.exec_graph import Outline, Program
+from fxpar.ir.exec_graph import Outline
 from fxpar.ir.strategy import Strategy
 from fxpar.search.kinds import MixedCandidate
 from fxpar.search.layouts import guessed_layout
@@ -39,19 +39,19 @@ class KnownSwitches:
     _seconds: dict[tuple[str, ...], float] = field(default_factory=dict)
 
     def add(self, strategies: Iterable[Priced]) -> None:
-        """Learn how these lie."""
+        """Learn how these lie. What was lowered says how all layers lie, as they repeat: nothing more is captured."""
         for one in strategies:
             name = placement_of(one.strategy)
             if name not in self._layouts:
-                known = self.guess or (isinstance(one, MixedCandidate) and one.stands)
-                guess = guessed_layout(one, self.layers) if known else None
-                self._layouts[name] = guess or layout_of(self._program(one), one.name)
+                lowered = type(one) is Candidate or (isinstance(one, MixedCandidate) and one.stands)
+                found = self._of_own(one) or (guessed_layout(one, self.layers) if self.guess or lowered else None)
+                self._layouts[name] = found or layout_of(self.outlines(one.strategy, self.layers), one.name)
 
-    def _program(self, one: Priced) -> Program | Outline:
-        """What was lowered to price it, where that has as many layers; else an outline."""
-        if type(one) is Candidate and one.strategy.pipeline_size == 1 and self.layers in one.samples:
-            return one.programs[one.samples.index(self.layers)]
-        return self.outlines(one.strategy, self.layers)
+    def _of_own(self, one: Priced) -> ParamLayout | None:
+        """Of what was lowered to price it, where that has as many layers."""
+        if type(one) is not Candidate or self.layers not in one.samples:
+            return None
+        return layout_of(one.programs[one.samples.index(self.layers)], one.name)
 
     def seconds(self, target: str, sources: Sequence[str]) -> float:
         """Of the switch to the placement `target`, where `sources` still hold their weights, in this order; home always
@@ -117,7 +117,8 @@ class ModelSwitches:
 
     def of_set(self, unique: Mapping[str, Priced], resident: Collection[str], guess: bool) -> SetSwitches:
         """Of a model with two layers for each of the most stages, and with three; with all layers where a strategy
-        tells them apart. Without `guess` layouts are guessed where more than DEEPEST layers would have to be captured.
+        tells them apart. Without `guess` layouts are guessed only where more than DEEPEST layers would have to be
+        captured; those of what was lowered are none.
         """
         samples = self.depth.samples(max(one.strategy.stages for one in unique.values()))
         if any(isinstance(one, MixedCandidate) and one.stands for one in unique.values()):

@@ -11,7 +11,7 @@ from torch import nn
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.precision import Precision, with_precision
-from fxpar.runtime.options import as_precision, capture_step
+from fxpar.runtime.compiling import as_precision, capture_step
 from fxpar.runtime.reading import is_row_of_tokens
 from fxpar.runtime.task import Task
 from fxpar.tasks.contract import TaskStep, contract

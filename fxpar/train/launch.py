@@ -35,6 +35,7 @@ _CONSEQUENCES = (
     "DistNetworkError",
     "DistStoreError",
     "RuntimeError",
+    "SharedCaptureError",
 )
 
 

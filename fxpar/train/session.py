@@ -19,11 +19,13 @@ from fxpar.data import MiniBatchLoader
 from fxpar.errors import ResumeError
 from fxpar.monitor import Monitor
 from fxpar.runtime.ahead import DrawnAhead
+from fxpar.runtime.options import cluster_here
 from fxpar.runtime.report import Evaluated
 from fxpar.train.config import PlanConfig, TrainConfig, described_cluster, token_budget
 from fxpar.train.loop import Training
 from fxpar.train.model import build_model, weights_in, weights_of
 from fxpar.train.optimize import changed_schedule, factor, make_optimizer, make_schedule
+from fxpar.train.shared import compiled_tasks
 from fxpar.train.task_source import TaskLoader, task_model, tasks_of
 from fxpar.train.text import Prepared, held_out_sequences, make_loader, open_tokens
 from fxpar.train.traces import StepTraces
@@ -164,10 +166,13 @@ def _on_text(config: TrainConfig, prepared: Prepared, device: torch.device) -> _
     return _Trained(loaded.model, told, loader, held_out_sequences(held_out, config))
 
 
-def _on_tasks(config: TrainConfig) -> _Trained:
-    weights = weights_in(config, None)
-    loader = TaskLoader(config)
-    return _Trained(task_model(config), {"tasks": tasks_of(config), "weights": weights}, loader, loader.held_out())
+def _on_tasks(config: TrainConfig, device: torch.device) -> _Trained:
+    """Raises as `compiled_tasks` does."""
+    weights, loader, module, tasks = weights_in(config, None), TaskLoader(config), task_model(config), tasks_of(config)
+    cluster = cluster_here(described_cluster(config.engine), config.world, device)
+    compiled = compiled_tasks(config, module, tasks, cluster)
+    tasks = {name: replace(task, compiled=compiled[name]) for name, task in tasks.items()}
+    return _Trained(module, {"tasks": tasks, "weights": weights}, loader, loader.held_out())
 
 
 def _together(config: TrainConfig, found: Mapping[str, Evaluated]) -> Evaluated:
@@ -186,7 +191,7 @@ def open_session(
     """
     begun = time.perf_counter()
     torch.manual_seed(config.run.seed)
-    what = _on_tasks(config) if config.tasks else _on_text(config, prepared, device)
+    what = _on_tasks(config, device) if config.tasks else _on_text(config, prepared, device)
     on_meta = any(parameter.is_meta for parameter in what.module.parameters())
     count = sum(parameter.numel() for parameter in what.module.parameters())
     trained = sum(parameter.numel() for parameter in what.module.parameters() if parameter.requires_grad)

@@ -31,7 +31,7 @@ from fxpar.models.loaded import cast_batch
 from fxpar.models.loaders import is_function
 from fxpar.models.user_function import find_function, load_module
 from fxpar.precision.precision import parse_dtype
-from fxpar.runtime.options import capture_step
+from fxpar.runtime.compiling import capture_step
 from fxpar.runtime.reading import reading_of
 from fxpar.runtime.task import Task
 from fxpar.tracer.finish import without_unread

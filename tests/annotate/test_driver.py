@@ -346,3 +346,7 @@ def test_one_search_is_for_all_that_saves_memory(monkeypatch):
         want = lower(graph, name, for_store=True)
         assert format_graph(program) == format_graph(want)
         assert (program.divisors, program.notes) == (want.divisors, want.notes)
+    ladder = [AnnotateOnce(), *default_passes(for_store=True)[1:]]
+    for name in ("dp2.tp2", "dp2.tp2+zero3"):  # what is warned of belongs to both
+        with pytest.warns(FxparWarning, match="has no sharding rule"):
+            lower(scan().graph, name, passes=ladder)

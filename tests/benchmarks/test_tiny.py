@@ -22,11 +22,15 @@ torch.set_num_threads(1)  # a forked child cannot use its parent's threads
 
 ROOT = Path(__file__).parents[2]
 TITAN = {"bench_torchtitan", "bench_experts"}
-# Long even in a tiny form, with the tests that run by day what they do. All are imported by day.
+# Long even in their tiny form (five CPU seconds and more), with tests that run by day what they run. All are imported
+# by day.
 NIGHTLY = {
     "bench_commands": "tests/test_docs.py",
     "bench_plan": "tests/train/test_auto.py",
     "bench_precision": "tests/runtime/test_precision.py",
+    "bench_step": "tests/runtime/test_engine.py",
+    "offload": "tests/passes/test_offload.py",
+    "switch": "tests/runtime/test_engine.py",
 }
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("bench_*.py"))
 
@@ -63,7 +67,10 @@ def test_runs(script, capfd, tmp_path, name):
     assert (tmp_path / "found.json").stat().st_size > 2
 
 
-@pytest.mark.parametrize("piece", ["step", "experts", "offload", "attention", "packed", "switch"])
+PIECES = ("step", "experts", "offload", "attention", "packed", "switch")
+
+
+@pytest.mark.parametrize("piece", [pytest.param(piece, marks=marks(piece)) for piece in PIECES])
 def test_pieces_for_a_gpu_run(script, capfd, piece):
     run(script("gpu_single").main, piece, "--device", "cpu", "--tiny")
     assert capfd.readouterr().out.strip()

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from fxpar.annotate import driver
 from fxpar.cli import cache as cache_module
 from fxpar.cli import source as source_module
 from fxpar.cli.cache import CaptureCache
@@ -24,6 +25,7 @@ from fxpar.cli.source import (
 from fxpar.errors import FxparWarning, warn
 from fxpar.ir.printer import format_graph
 from fxpar.ir.strategy import Strategy
+from fxpar.lowering import lower
 from fxpar.models.user_function import run_file
 from fxpar.switch import layout_of
 from tests.cli.helpers import fxpar
@@ -159,9 +161,13 @@ def test_rows_are_read_once_and_their_warnings_kept_with_all_that_is_made_of_the
         return real(source)
 
     monkeypatch.setattr(source_module, "read_rows", counted)
+    searched, search = [], driver.search_placements
+    monkeypatch.setattr(
+        driver, "search_placements", lambda graph: searched.append(str(graph.strategy)) or search(graph)
+    )
     rows = rows_once(source)
     assert not read
-    strategies = [Strategy.parse(text) for text in ("dp2", "tp2")]
+    strategies = [Strategy.parse(text) for text in ("dp2", "tp2", "dp2+zero3")]
     for _ in range(2):  # lowered, then from the cache
         for strategy in strategies:
             with pytest.warns(FxparWarning, match="a word about the model"):
@@ -169,7 +175,11 @@ def test_rows_are_read_once_and_their_warnings_kept_with_all_that_is_made_of_the
             with pytest.warns(FxparWarning, match="a word about the model"):
                 read_for_store(source, strategy, rows=rows)
         assert len(read) == len(captures) == 1
+        assert searched == ["dp2", "tp2"]  # ZeRO places every value alike, and so does a store
         rows = rows_once(source)
+    monkeypatch.undo()
+    alone = lower(real(source), strategies[2], for_store=True)
+    assert read_for_store(source, strategies[2]).fingerprint() == alone.fingerprint()
 
 
 def test_a_damaged_or_missing_cache_is_no_error(captures, tmp_path):

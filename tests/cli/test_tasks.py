@@ -14,7 +14,7 @@ import typer
 from fxpar.cli.tasks import ranges, run_tasks
 from fxpar.cli.tasks_commands import TasksRequest
 from fxpar.cli.tasks_file import read_model_tasks
-from fxpar.cli.tasks_run import RunTasks, to_toml
+from fxpar.cli.tasks_run import RunTasks, read_run_tasks, to_toml
 from fxpar.errors import ConfigError, DynamicDimError, FitsNoDevicesError, OutputError, TaskGraphError, TasksFileError
 from fxpar.train.config import read_config
 from fxpar.waves.runs import Option, RunPlan, TaskRun
@@ -276,7 +276,7 @@ def test_a_task_on_all_ranks_names_none():
     assert tomllib.loads(runs.planned(plan, {})) == {"run": {"ranks": 2}, "task": {"one": task}}
 
 
-RUN = """
+ONE_TASK = """
 [model]
 name = "towers.py:build"
 [task.both]
@@ -292,11 +292,12 @@ compute = "bf16"
 
 def test_the_configuration_of_a_run_is_planned(of_model, capsys):
     Path("towers.py").write_text(f"{MODEL}\ndef item(number):\n    return example()\n")
-    Path("run.toml").write_text(RUN)
-    read = read_model_tasks("run.toml", None, 8)
+    Path("run.toml").write_text(ONE_TASK)
+    read = read_run_tasks("run.toml", 2, 8).tasks
     assert (read.cluster.world, read.precision, read.tasks["both"][1]) == (2, "bf16", 3)
-    assert read_model_tasks("run.toml", 4, 8).cluster.world == 4
-    run_tasks(TasksRequest("plan", None, "run.toml"))
+    with pytest.raises(TasksFileError, match=r"run\.ranks: it is missing"):
+        read_run_tasks("run.toml", None, 8)
+    run_tasks(TasksRequest("plan", 2, "run.toml"))
     assert "run.toml on 2 devices: 3 MetaOps" in capsys.readouterr().out
     one = '[model]\nname = "llama"\noptions = {dim = 8}\n[data]\nsource = "a"\nbatch_sequences = 2\n'
     Path("one.toml").write_text(f'{one}[strategies]\n8 = "dp1"')

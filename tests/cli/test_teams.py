@@ -36,9 +36,6 @@ def test_json_has_each_team():
 @pytest.mark.parametrize(
     "words",
     [
-        ("explain", "llama", "-s", TEAMS),
-        ("diff", "llama", "-s", TEAMS, "-s", "cp2"),
-        ("viz", "llama", "-s", TEAMS, "-o", "page.html"),
         ("dump", "llama", "-s", TEAMS, "--stage", "annotated"),
         ("dump", "llama", "-s", TEAMS, "--rank", "1"),
         ("dump", "llama", "-s", TEAMS, "--format", "dot"),
@@ -51,6 +48,35 @@ def test_one_team_at_a_time(words, tmp_path, monkeypatch):
     said = "looks at one strategy at a time, and 'cp2 | pp2 | dp1' is 3 side by side. Name one of them, such as 'cp2': "
     assert said in err
     assert not list(tmp_path.iterdir())
+
+
+def test_each_team_is_explained_and_teams_alike_once():
+    status, out, err = fxpar("explain", "mlp", "-s", "dp2 | tp2 | tp2 | dp1", "head.weight")
+    assert status == 0, err
+    heads = [line for line in out.splitlines() if line.startswith("mlp under")]
+    assert heads == [
+        "mlp under dp2, mesh dp2, on ranks 0-1",
+        "mlp under tp2, mesh tp2, on ranks 2-3 and 4-5",
+        "mlp under dp1, mesh dp1, on rank 6",
+    ]
+    document = json.loads(fxpar("explain", "mlp", "-s", "dp2+zero3 | tp2 | tp2", "head.weight", "--json", "-")[1])
+    assert document["strategy"] == "dp2+zero3 | tp2 | tp2"
+    assert [(team["strategy"], team["teams"]) for team in document["teams"]] == [
+        ("dp2+zero3", ["0-1"]),
+        ("tp2", ["2-3", "4-5"]),
+    ]
+
+
+def test_two_teams_are_compared_and_all_are_drawn(tmp_path):
+    status, out, err = fxpar("diff", "mlp", "-s", "cp2 | tp2 | tp2", "--brief")
+    assert status == 0, err
+    assert out.startswith("model mlp\n--- cp2\n+++ tp2\n")
+    status, _, err = fxpar("diff", "mlp", "-s", TEAMS)
+    assert (status, "3 strategies are given" in err) == (1, True)
+    page = tmp_path / "page.json"
+    status, _, err = fxpar("viz", "mlp", "-s", "dp2 | tp2,tp2", "--format", "json", "-o", str(page))
+    assert status == 0, err
+    assert json.loads(page.read_text())["strategies"] == ["dp2", "tp2"]
 
 
 def test_check_takes_all_formations():
@@ -76,10 +102,17 @@ def test_one_formation_at_a_time(command):
     assert "'rounds(cp4)' stands for 4 strategies: cp4, dp2.cp2, cp2 | dp2, dp4. `fxpar check` and" in err
 
 
-def test_one_team_in_step_is_named_as_it_is_lowered():
-    status, _, err = fxpar("explain", "mlp", "-s", "cp2+zero3 | dp2+zero3")
+def test_teams_in_step_are_looked_at_as_they_are_lowered():
+    teams = "cp2+zero3 | dp2+zero3"
+    status, _, err = fxpar("dump", "mlp", "-s", teams, "--rank", "1")
     assert status == 1
     assert "Name one of them, such as 'dp2.cp2+zero3': " in err
+    out = fxpar("explain", "mlp", "-s", teams)[1]
+    heads = [line for line in out.splitlines() if line.startswith("mlp under")]
+    assert heads == [
+        "mlp under dp2.cp2+zero3, mesh dp2 x cp2, on ranks 0-1",
+        "mlp under dp4+zero3, mesh dp4, on ranks 2-3",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from fxpar.ir.markers import vary
 from fxpar.ir.pass_base import GraphPass, Tier
 from fxpar.lowering import default_passes, lower
 from fxpar.passes.bucket_collectives import BucketCollectives
-from fxpar.runtime.options import _given_passes, compile_strategies
+from fxpar.runtime.compiling import _given_passes, compile_strategies
 from tests.captured import llama, lowered, mlp
 from tests.runtime.hot import make_llama, packed_lm_loss
 

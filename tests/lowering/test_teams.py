@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fxpar.annotate.driver import annotate
-from fxpar.errors import NotYetError, TeamsBufferError, TeamsGatherError
+from fxpar.errors import NotYetError, RematBudgetError, TeamsBufferError, TeamsGatherError
 from fxpar.graph_files import load_graph, save_graph
 from fxpar.ir.pipeline_graph import PipelineGraph, TeamsGraph, position_of
 from fxpar.ir.strategy import Strategy
@@ -75,6 +75,11 @@ def test_a_budget_is_meant_at_the_tokens_of_the_team():
     beside = lower(llama(2).graph, "tp4 | dp1+remat(150kB)", for_store=True, sizes={"T": 256})
     assert alone.endswith("T = 64")
     assert alone in beside.notes
+
+
+def test_a_budget_that_a_team_cannot_meet_names_the_team():
+    with pytest.raises(RematBudgetError, match=r"under 'dp2\+remat\(1kB\)' on ranks 1 to 2 the backward"):
+        lower(llama(2).graph, "dp1 | dp2+remat(1kB)", for_store=True)
 
 
 def test_a_graph_of_one_mesh_is_refused():

@@ -252,7 +252,8 @@ def test_a_glob_that_matches_nothing():
 
 def test_a_budget_that_cannot_be_met():
     with pytest.raises(
-        RematBudgetError, match=r"at least \d+\.\d+ MB .* at T = \d+, and the budget is 0\.002 MB"
+        RematBudgetError,
+        match=r"under 'dp1\+remat\(2kB\)' .* at least \d+\.\d+ MB .* at T = \d+, and the budget is 0\.002 MB",
     ) as caught:
         lowered(llama(), "dp1+remat(2kB)")
     least = caught.value.least_bytes

@@ -21,8 +21,9 @@ from fxpar.models import load
 from fxpar.models.builtin import packed_lm_loss
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.precision import with_precision
+from fxpar.runtime.compiling import as_precision, compile_strategies
 from fxpar.runtime.forked import run_forked
-from fxpar.runtime.options import CompiledModel, as_precision, compile_strategies
+from fxpar.runtime.task import CompiledModel
 from tests import warm  # noqa: F401
 
 T = TypeVar("T")

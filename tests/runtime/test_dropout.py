@@ -21,9 +21,10 @@ from fxpar.models.builtin import packed_lm_loss
 from fxpar.models.gpt import Gpt, GptOptions
 from fxpar.ops.dropout import token_numbers
 from fxpar.passes.pack_documents import packed_if_proved
+from fxpar.runtime.compiling import capture_step
 from fxpar.runtime.engine import Engine, EngineOptions
 from fxpar.runtime.forked import run_forked
-from fxpar.runtime.options import CompiledModel, capture_step
+from fxpar.runtime.task import CompiledModel
 from fxpar.tracer import capture
 from tests.runtime.hot import largest_error, sequences
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import fxpar
 from fxpar import errors, losses
-from fxpar.runtime.options import compile_strategies
+from fxpar.runtime.compiling import compile_strategies
 from fxpar.runtime.report import metrics_of
 from tests.repeat import thinned
 from tests.runtime.hot import World

@@ -23,10 +23,11 @@ from fxpar.errors import (
     PlannerError,
 )
 from fxpar.runtime.calls import PlainCalls
+from fxpar.runtime.compiling import capture_step, compile_strategies
 from fxpar.runtime.decided import Decided, _alone, with_multiples
-from fxpar.runtime.options import CompiledModel, ParallelizeOptions, capture_step, compile_strategies
+from fxpar.runtime.options import ParallelizeOptions
 from fxpar.runtime.session import Session
-from fxpar.runtime.task import Task
+from fxpar.runtime.task import CompiledModel, Task
 
 TWO = {64: "dp2", 512: "tp2"}
 BAD = [

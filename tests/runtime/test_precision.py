@@ -15,7 +15,7 @@ from fxpar.models.builtin import packed_lm_loss
 from fxpar.precision import Precision
 from fxpar.runtime.forked import run_forked
 from fxpar.runtime.loss_scaler import LossScaler, overflows_anywhere
-from fxpar.runtime.options import CompiledModel
+from fxpar.runtime.task import CompiledModel
 from fxpar.torch_api.threaded import run_threads
 from tests.runtime import hot
 from tests.runtime.hot import World, adamw, make_llama, one_device, sequences

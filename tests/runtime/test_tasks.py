@@ -17,8 +17,9 @@ import fxpar
 from fxpar.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from fxpar.errors import FxparError, ParallelizeError, TaskError
 from fxpar.ir.graph import LogicalGraph
+from fxpar.runtime.compiling import capture_step, lower_task
 from fxpar.runtime.forked import run_forked
-from fxpar.runtime.options import ParallelizeOptions, capture_step, lower_task
+from fxpar.runtime.options import ParallelizeOptions
 from fxpar.runtime.planned import check_choice
 from fxpar.runtime.task import check_ranks
 from tests.runtime.hot import named

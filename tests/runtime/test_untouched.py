@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import fxpar
 from fxpar.checkpoint import load_checkpoint, save_checkpoint
 from fxpar.losses import cross_entropy_sum, next_token_labels
+from fxpar.runtime.compiling import compile_strategies
 from fxpar.runtime.forked import run_forked
-from fxpar.runtime.options import CompiledModel, compile_strategies
+from fxpar.runtime.task import CompiledModel
 from tests.runtime.hot import adamw, largest_error, sequences
 
 CASES: tuple[tuple[dict[int, str], str], ...] = (

@@ -24,11 +24,12 @@ from fxpar.runtime.storage import activation_bytes
 from fxpar.search import driver
 from fxpar.search.bounds import least_seconds
 from fxpar.search.chosen import lowering
-from fxpar.search.driver import _Search, find_plan
+from fxpar.search.driver import _Search, find_plan, find_plan_of
+from fxpar.search.known import KnownModel
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.price import Candidate, Depth, candidate
 from fxpar.search.pricing import SetPricer
-from fxpar.search.problem import Problem
+from fxpar.search.problem import Found, Problem
 from fxpar.search.space import shapes, with_savings
 from fxpar.store import home_layout, memory_report, param_specs
 from fxpar.switch import layout_of
@@ -63,11 +64,21 @@ def problem(memory_bytes: int | None = 5_000_000, strategies: int = 2, names: tu
     )
 
 
+@functools.cache
+def known(cluster: ClusterSpec) -> KnownModel:
+    """What is learnt of the model on a cluster, once: problems differ in memory, shapes and sets."""
+    return replace(problem(), cluster=cluster).known(lowered, outlined)
+
+
+def plan_of(given: Problem) -> Found:
+    return find_plan_of(given, known(given.cluster))
+
+
 def test_no_set_is_better_than_the_one_that_is_found():
     """All sets of two strategies and one edge, each planned with its borders."""
     given = problem(names=("dp2", "tp2+sp"))
-    found = find_plan(given, lowered, outlined)
-    search = _Search(given, given.known(lowered, outlined), lambda _: None)
+    found = plan_of(given)
+    search = _Search(given, known(given.cluster), lambda _: None)
     search.lower_all()
     search.pricer.optimizer_s = found.plans[0].optimizer_s
     edges, best = search.intervals.edges, np.inf
@@ -86,7 +97,7 @@ def test_no_set_is_better_than_the_one_that_is_found():
 def test_savings_are_tried_where_they_could_help():
     """`cp2` may do without: that matters if nothing else is as fast as it would be with unlimited memory."""
     given = problem(None, names=("dp2", "cp2"))
-    search = _Search(given, given.known(lowered, outlined), lambda _: None)
+    search = _Search(given, known(given.cluster), lambda _: None)
     search.lower_all()
     shape = Strategy.parse("cp2")
     search.seconds[0][:] = 0.0
@@ -100,7 +111,7 @@ def test_savings_are_tried_where_they_could_help():
 def test_larger_micro_batches_are_neither_better_nor_below_the_bound():
     """Without a limit on memory; planned by the batch planner alone."""
     given = problem(None)
-    found = find_plan(given, lowered, outlined)
+    found = plan_of(given)
     for name in TWO:
         one = candidate(lowered, Strategy.parse(name), given.cluster, given.depth, (64, 8192))
         group = LengthGroup(512, one.strategy, 10**6)
@@ -113,7 +124,7 @@ def test_larger_micro_batches_are_neither_better_nor_below_the_bound():
 def test_savings_are_tried_for_larger_micro_batches_too():
     """`dp2` holds every sequence, but not many of them at a time: with recomputation it is faster."""
     given = problem(7_000_000, names=("dp2",))
-    search = _Search(given, given.known(lowered, outlined), lambda _: None)
+    search = _Search(given, known(given.cluster), lambda _: None)
     search.lower_all()
     assert None not in search.pricer.budgets(search.candidates[0], search.intervals.edges)
     assert len(search.candidates) > 1
@@ -129,8 +140,8 @@ class Optimist(Candidate):
 def test_what_was_guessed_wrong_is_taken_as_what_it_is(monkeypatch):
     """It is among the best as it was guessed, and holds none of these; what is found holds its sequences."""
     given = problem(3_000_000)
-    want = find_plan(given, lowered, outlined)
-    search = _Search(given, given.known(lowered, outlined), lambda _: None)
+    want = plan_of(given)
+    search = _Search(given, known(given.cluster), lambda _: None)
     search.lower_all()
     monkeypatch.setattr(driver, "GUESSES", (Optimist,))
     search.pricer.optimizer_s = want.plans[0].optimizer_s
@@ -148,7 +159,7 @@ def test_what_was_guessed_wrong_is_taken_as_what_it_is(monkeypatch):
 def test_a_set_is_judged_by_the_tokens_that_it_holds(monkeypatch):
     """Between its anchors memory is a guess: what was best by it may hold fewer tokens, or not even its sequences."""
     given = problem(names=("cp2", "tp2+sp"))
-    search = _Search(given, given.known(lowered, outlined), lambda _: None)
+    search = _Search(given, known(given.cluster), lambda _: None)
     search.lower_all()
     by_guess, alone = ([search.pricer.price([(512, c)], settle=s) for c in search.candidates] for s in (False, True))
     guessed, best = (min((one for one in of if one), key=lambda one: one.predicted_s) for of in (by_guess, alone))
@@ -169,7 +180,7 @@ def test_a_set_is_judged_by_the_tokens_that_it_holds(monkeypatch):
 
 def test_each_plan_fits_and_holds_all_lengths():
     given = problem(4_000_000, 3, FOUR)
-    found = find_plan(given, lowered, outlined)
+    found = plan_of(given)
     for plan in found.plans:
         assert plan.groups[-1].limit == 512
         assert all(nbytes <= given.memory_bytes for nbytes in plan.memory_bytes.values())
@@ -181,14 +192,14 @@ def test_each_plan_fits_and_holds_all_lengths():
 
 @pytest.mark.nightly
 def test_more_memory_is_never_slower():
-    took = [find_plan(problem(nbytes), lowered, outlined).plans[0].predicted_s for nbytes in (3_500_000, 6_000_000)]
-    took.append(find_plan(problem(None), lowered, outlined).plans[0].predicted_s)
+    took = [plan_of(problem(nbytes)).plans[0].predicted_s for nbytes in (3_500_000, 6_000_000)]
+    took.append(plan_of(problem(None)).plans[0].predicted_s)
     assert took == sorted(took, reverse=True)
 
 
 def test_nothing_fits():
     with pytest.raises(SequenceFitsNowhereError, match=r"no strategy fits a sequence of 512 tokens into 0\.10MB"):
-        find_plan(problem(100_000), lowered, outlined)
+        plan_of(problem(100_000))
 
 
 def test_a_model_that_runs_under_nothing():
@@ -226,33 +237,42 @@ def test_shapes_of_a_model_with_experts_are_those_without_and_more():
 def test_a_schedule_that_waits_less_is_found():
     """With memory for both, the one that fills its pipeline faster; it needs more."""
     given = problem(None, 1, names=("pp2",))
-    found = find_plan(given, lowered, outlined)
-    search = _Search(given, given.known(lowered, outlined), lambda _: None)
+    found = plan_of(given)
+    search = _Search(given, known(given.cluster), lambda _: None)
     search.lower_all()
     (one,) = search.candidates
     under_1f1b = search.pricer.price([(512, one)]).predicted_s + found.plans[0].optimizer_s
     assert found.best_static.strategies == found.plans[0].strategies == ("pp2+zb_h1",)
     assert found.lower_bound_s <= found.plans[0].predicted_s < 0.97 * under_1f1b
     tight = replace(given, memory_bytes=one.memory(512).peak_bytes)
-    assert find_plan(tight, lowered, outlined).best_static.strategies == ("pp2",)
+    assert plan_of(tight).best_static.strategies == ("pp2",)
 
 
 def test_a_pipeline_that_holds_its_logits_has_them_whole():
     """A set has chunks for what a guess cannot hold."""
     given = problem(None, 1, names=("pp2",))
-    search = _Search(given, given.known(lowered, outlined), lambda _: None)
+    search = _Search(given, known(given.cluster), lambda _: None)
     chosen = [(512, search.known.candidate(Strategy.parse("pp2+chunks(8)"), lambda _: None))]
     (group,) = search._best_variants(chosen, search.pricer.price(chosen, settle=True)).groups
     assert group.strategy == "pp2+zb_h1"
 
 
-@pytest.mark.parametrize(("slowdown", "found"), [(None, "dp2+remat"), (1.0, "dp2+offload")])
-def test_what_a_layer_keeps_waits_on_the_host_where_that_takes_less_time(slowdown: float | None, found: str):
-    """Than to compute it again: where copies run beside kernels, over a fast link."""
-    given = problem(None, 1, names=("dp2",))
-    device = replace(CPU, overlap_slowdown=slowdown, host_gb_per_s=100.0)
+@pytest.mark.parametrize(
+    ("slowdown", "host_gb_per_s", "memory_bytes", "found"),
+    [
+        (None, 100.0, None, "dp2+remat"),
+        (1.0, 100.0, None, "dp2+offload"),
+        (1.0, 0.15, 6_530_000, "dp2+offload(0.25)"),  # 90,000 bytes less than `dp2` takes; the link hides no more
+    ],
+)
+def test_what_a_layer_keeps_waits_on_the_host_where_that_takes_less_time(
+    slowdown: float | None, host_gb_per_s: float, memory_bytes: int | None, found: str
+):
+    """Than to compute it again: where copies run beside kernels, as much as the link takes beside them."""
+    given = problem(memory_bytes, 1, names=("dp2",))
+    device = replace(CPU, overlap_slowdown=slowdown, host_gb_per_s=host_gb_per_s)
     given = replace(given, cluster=replace(LINKS, device=device))
-    search = _Search(given, given.known(lowered, outlined), lambda _: None)
+    search = _Search(given, known(given.cluster), lambda _: None)
     chosen = [(512, search.known.candidate(Strategy.parse("dp2+remat"), lambda _: None))]
     (group,) = search._best_variants(chosen, search.pricer.price(chosen, settle=True)).groups
     assert group.strategy == found
@@ -260,7 +280,7 @@ def test_what_a_layer_keeps_waits_on_the_host_where_that_takes_less_time(slowdow
 
 def test_a_group_that_no_mini_batch_has_is_none():
     given = problem(9_000_000, names=("dp2", "tp2+sp"))
-    search = _Search(given, given.known(lowered, outlined), lambda _: None)
+    search = _Search(given, known(given.cluster), lambda _: None)
     search.lower_all()
     last = len(search.intervals.edges) - 1
     short = search.intervals.edges.index(64)
@@ -294,7 +314,7 @@ def test_groups_overlap_where_that_is_worth_its_memory(names, memory_bytes, node
         return SimpleNamespace(predicted_s=seconds[overlap])
 
     monkeypatch.setattr(SetPricer, "_planned", stub)
-    pricer = _Search(given, given.known(lowered, outlined), lambda _: None).pricer
+    pricer = _Search(given, known(given.cluster), lambda _: None).pricer
     assert pricer.price(chosen, settle=True).predicted_s == min(seconds.values())
     assert list(asked) == planned
     if len(asked) == 2:
@@ -327,7 +347,7 @@ def test_a_set_takes_what_an_engine_reserves_for_it(overlap):
     activations, of whichever strategy each is.
     """
     given = replace(problem(9_000_000), overlap=overlap)
-    pricer = _Search(given, given.known(lowered, outlined), lambda _: None).pricer
+    pricer = _Search(given, known(given.cluster), lambda _: None).pricer
     strategies = [Strategy.parse(name) for name in ("dp2", "cp2+zero3+remat")]
     chosen = [
         (limit, candidate(lowered, one, given.cluster, given.depth, given.anchors))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from fxpar.cost.cluster import usual_cluster
+from fxpar.ir.exec_graph import Outline
 from fxpar.ir.strategy import Strategy
 from fxpar.search.known import KnownModel
 from fxpar.search.layouts import guessed_layout
 from fxpar.search.price import Depth, candidate
 from fxpar.search.space import without_stages
 from fxpar.search.staged import StagedGuess
+from fxpar.search.switching import KnownSwitches, placement_of
 from fxpar.switch.layout import layout_of
 from tests.repeat import thinned
 from tests.search.shallow import shallow
@@ -59,3 +61,20 @@ def test_layers_that_are_told_apart_lie_as_in_the_deep_model(text):
     guess = guessed_layout(one, DEEP)
     assert guess is not None
     assert dict(guess.params) == dict(layout_of(rows.outlines(strategy, DEEP)).params)
+
+
+def test_what_was_lowered_says_how_all_layers_lie():
+    """Of a set that is settled, so that its switches are those of the deep model."""
+    rows = shallow("stack", DEEP)
+    known = KnownModel(rows.lower, rows.outlines, CLUSTER, Depth(DEEP), (64, 512))
+
+    def refuse(*_: object) -> Outline:
+        raise AssertionError("something deeper is captured")
+
+    switches = KnownSwitches(CLUSTER, refuse, DEEP, guess=False)
+    for strategy in map(Strategy.parse, ("dp8", "dp4.pp2")):
+        one = known.candidate(strategy, lambda _: None)
+        assert one is not None, known.refused
+        switches.add([one])
+        found = switches._layouts[placement_of(strategy)]
+        assert dict(found.params) == dict(layout_of(rows.outlines(strategy, DEEP)).params)

@@ -41,9 +41,8 @@ def test_no_other_teams_are_faster(pricer, known, names):
     for size, each in options.items():  # those that are slower hold more
         held = [pricer.budgets(one, [512 if size == 2 else 1])[0] for one in each]
         assert held == sorted(held)
-    pairs = [dict(zip(options, chosen, strict=True)) for chosen in itertools.product(*options.values())]
-    guessed = sorted(_guessed_s(pair, 512, pricer) for pair in pairs)
-    assert found.priced.predicted_s == pytest.approx(guessed[0], rel=0.01)  # settled: with exact tokens
+    guessed = sorted(_guessed_s(pair, 512, pricer) for pair in itertools.product(*options.values()))
+    assert found.priced.predicted_s <= 1.01 * guessed[0]  # settled: with exact tokens
     assert max(found.priced.memory_bytes.values()) <= MEMORY
     groups = length_groups({found.limit: found.text}, world=2, token_budget=found.token_budget)
     assert [str(group.strategy) for group in groups] == [group.strategy for group in found.priced.groups]

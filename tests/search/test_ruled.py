@@ -5,16 +5,20 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import replace
+from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.device import CPU
+from fxpar.cost.polynomial import Polynomial
 from fxpar.ir.strategy import Strategy
 from fxpar.search.blends import Changed
 from fxpar.search.chosen import lowering, problem_of
 from fxpar.search.driver import _Search, find_plan, find_plan_of
 from fxpar.search.known import KnownModel
+from fxpar.search.layer_roles import Choice, LayerSearch
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.positions import PlannedStage, glob_of_head, globs_of_weight, of_planned
 from fxpar.search.price import Depth
@@ -22,6 +26,8 @@ from fxpar.search.pricing import SetPricer
 from fxpar.search.problem import Found, Problem
 from fxpar.search.ruled import RuleSearch
 from fxpar.search.simulate import Named, simulate
+from fxpar.search.stage_options import GuessedPipeline
+from fxpar.search.stage_options import planned as planned_stage
 from tests.search.shallow import shallow, stack_rows
 
 LAYERS, LONGEST = 5, 512
@@ -146,6 +152,29 @@ def test_two_changes_take_what_each_takes(names):
     assert guess.reduce_s == pytest.approx(both.reduce_s, rel=0.05)
 
 
+def test_a_mixture_takes_what_its_layers_take():
+    """Of kinds whose roles differ, between programs in which all layers are of one kind; a border comes on top."""
+    alone, other, layers = priced("tp4+sp"), priced("tp4+sp[*.attention: cp2.tp2+sp]"), known().layers
+    assert layers is not None
+    search = LayerSearch(known(), [alone], [], (), layers, lambda _: None)
+    stage = search._stage([Choice(alone, np.zeros(3)), Choice(other, np.ones(3))], (), 1)
+    search._borders[alone.strategy, other.strategy] = Polynomial(Fraction(1))
+
+    def mixed(*counts: int) -> GuessedPipeline:
+        pairs = ((search._with_borders(stage), counts),)
+        return GuessedPipeline(alone.strategy, CLUSTER, alone.anchors, pairs, alone)
+
+    for counts, whole in (((LAYERS, 0), alone), ((0, LAYERS), other)):
+        assert mixed(*counts).cost.seconds([LONGEST]) == pytest.approx(whole.cost.seconds([LONGEST]), rel=0.01)
+        assert mixed(*counts).reduce_s == pytest.approx(whole.reduce_s, rel=1e-9)
+        assert mixed(*counts).memory(LONGEST).peak_bytes == pytest.approx(whole.memory(LONGEST).peak_bytes, rel=0.02)
+    ends = [mixed(*counts).cost.seconds([LONGEST]) for counts in ((LAYERS, 0), (0, LAYERS))]
+    assert mixed(2, 3).cost.seconds([LONGEST]) == pytest.approx((2 * ends[0] + 3 * ends[1]) / LAYERS + 1.0, rel=1e-9)
+    assert str(of_planned([planned_stage(stage, (2, 3))], "1f1b", layers)) == (
+        "tp4+sp[layers.{2-4}.attention: cp2.tp2+sp]"
+    )
+
+
 @functools.cache
 def by_attention(gb_per_s: float, vocab: int = 16) -> KnownModel:
     """Two ranks; a model of attention and feed-forward, with links of such a rate."""
@@ -205,6 +234,32 @@ def test_bins_have_room_where_the_head_runs_in_chunks():
     assert (Strategy.parse(name).chunks, rules["*.attention"].axes) == (1, (("rows", 2),))
     assert (rules["head"].chunks or 1) > 1
     assert one.plans[0].memory_bytes[name] <= given.memory_bytes
+
+
+def test_layers_that_save_are_found_by_their_programs():
+    """Where each other search of rules finds nothing: guesses at stages know no layer that gathers beside one that
+    computes again.
+    """
+    fast = by_attention(0.05)
+    known_ = KnownModel(fast.lower, fast.outlines, fast.cluster, fast.depth, (32, 1024))
+    most, least = (known_.candidate(Strategy.parse(one), lambda _: None) for one in ("dp2", "dp2+zero3"))
+    assert most is not None
+    assert least is not None
+    room = least.at(64).peak_bytes + round(0.85 * (most.at(64).peak_bytes - least.at(64).peak_bytes))
+    given = replace(problem(room, "dp2"), longest=64, cluster=known_.cluster, depth=known_.depth)
+    one = find_plan_of(replace(given, batches=((64,) * 4, (48,) * 6)), known_)
+    assert one.plans[0].strategies == ("dp2+remat[layers.3: +remat(none)]",)
+    assert one.won > 0.02
+
+
+@pytest.mark.nightly
+def test_layers_save_beside_roles(monkeypatch):
+    """One layer computes again, and feed-forwards cut tokens; better than what is found without."""
+    with_layers = planned(0.05, 5_500_000, "tp2+sp").plans[0]
+    monkeypatch.setattr(LayerSearch, "proposals", lambda *_: iter(()))
+    without = planned(0.05, 5_500_000, "tp2+sp").plans[0]
+    assert with_layers.strategies == ("tp2+sp[*.ffn: cp2; layers.0: +remat]",)
+    assert with_layers.predicted_s < 0.95 * without.predicted_s
 
 
 @pytest.mark.nightly

@@ -78,7 +78,6 @@ def test_what_is_recomputed_or_runs_in_chunks_places_nothing():
 @pytest.mark.parametrize(
     ("text", "want"),
     [
-        ("dp4+chunks(4)", []),
         ("pp4", ["pp4+zb_h1"]),
         ("pp4+chunks(4)", ["pp4+chunks(4)+zb_h1", "pp4", "pp4+zb_h1"]),
     ],
@@ -87,10 +86,23 @@ def test_other_pipelines(text, want):
     assert [str(one) for one in also_tried(Strategy.parse(text), offload=True)] == want
 
 
-def test_what_is_computed_again_may_wait_on_the_host():
-    full = Strategy.parse("dp2.tp2+sp+zero3+remat")
-    assert [str(one) for one in also_tried(full, offload=True)] == [
-        "dp2.tp2+sp+zero3+offload",
-        "dp2.tp2+sp+zero3+remat(selective|redo_comm)+offload",
-    ]
-    assert also_tried(full, offload=False) == ()
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        (
+            "dp2.tp2+sp+zero3+remat",
+            [
+                "dp2.tp2+sp+zero3+offload",
+                "dp2.tp2+sp+zero3+remat(selective|redo_comm)+offload",
+                "dp2.tp2+sp+zero3+remat+offload",
+            ],
+        ),
+        ("dp4+remat(selective)", ["dp4+offload", "dp4+remat(selective)+offload"]),
+        ("dp4+zero3+chunks(4)", ["dp4+zero3+offload+chunks(4)"]),
+        ("dp4+chunks(4)", []),
+    ],
+)
+def test_what_is_kept_may_wait_on_the_host_where_memory_is_short(text, want):
+    one = Strategy.parse(text)
+    assert also_tried(one, offload=True) == tuple(map(Strategy.parse, want))
+    assert also_tried(one, offload=False) == ()

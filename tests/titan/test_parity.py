@@ -6,11 +6,12 @@ import pytest
 
 from tests.repeat import thinned
 
-from .runs import STEPS, SWITCHING, Run, recipe, train
+from .runs import SWITCHING, Run, recipe, train
 
 pytestmark = pytest.mark.titan
 
 FAMILIES = ["llama3", "qwen3"]
+STEPS = 5
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -38,6 +39,7 @@ def from_seed(family, strategies, path, **training):
         config.checkpoint.enable = config.checkpoint.load_only = True
         config.checkpoint.initial_load_path = str(path)
         config.debug.seed = 5  # the weights come from the checkpoint
+        config.training.steps = STEPS
         for key, value in training.items():
             setattr(config.training, key, value)
         return config
@@ -55,15 +57,15 @@ def largest_difference(a: dict[int, float], b: dict[int, float]) -> float:
     return max(abs(a[step] - b[step]) for step in a)
 
 
-def assert_like_stock(found: Run, stock: Run, family: str) -> None:
-    assert len(found.losses) == STEPS[family]
+def assert_like_stock(found: Run, stock: Run) -> None:
+    assert len(found.losses) == STEPS
     assert largest_difference(found.losses, stock.losses) < 2e-6  # two units in the last place of fp32
     assert max(abs(found.norms[step] / norm - 1) for step, norm in stock.norms.items()) < 1e-5
 
 
 # The switching run has all axes but pipeline stages.
 def test_steps_of_three_strategies_from_one_seed_checkpoint(family, seed_checkpoint, stock: Run, tmp_path):
-    assert_like_stock(train(2, from_seed(family, SWITCHING, seed_checkpoint), tmp_path), stock, family)
+    assert_like_stock(train(2, from_seed(family, SWITCHING, seed_checkpoint), tmp_path), stock)
 
 
 # Rules, chunks of the loss, stages that differ.
@@ -77,14 +79,14 @@ ONE_FAMILY = pytest.mark.parametrize("family", thinned(FAMILIES, ["llama3"]), in
 @ONE_FAMILY
 @pytest.mark.parametrize("strategy", thinned(["dp2", "tp2+sp", "pp2", "cp2", *RULED], ["pp2"]))
 def test_steps_of_one_strategy_from_one_seed_checkpoint(family, strategy, seed_checkpoint, stock: Run, tmp_path):
-    assert_like_stock(train(2, from_seed(family, {512: strategy}, seed_checkpoint), tmp_path), stock, family)
+    assert_like_stock(train(2, from_seed(family, {512: strategy}, seed_checkpoint), tmp_path), stock)
 
 
 @pytest.mark.nightly  # by day: tests/precision/test_sharded.py, and test_the_command_of_the_docs, which is in bf16
 @ONE_FAMILY
 def test_bf16(family, seed_checkpoint, tmp_path):
     made = {
-        name: from_seed(family, strategies, seed_checkpoint, mixed_precision_param="bfloat16", steps=5)
+        name: from_seed(family, strategies, seed_checkpoint, mixed_precision_param="bfloat16")
         for name, strategies in (("stock", None), ("three", SWITCHING))
     }
     stock = train(1, made["stock"], tmp_path / "stock")

@@ -15,7 +15,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.lowering.pipeline import cut
 from fxpar.passes.pack_documents import pack_documents
 from fxpar.precision import with_precision
-from fxpar.runtime.options import as_precision
+from fxpar.runtime.compiling import as_precision
 from fxpar.torch_api.modules import lazy_module
 from tests.captured import llama
 

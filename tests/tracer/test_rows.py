@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxpar.errors import FxparWarning
-from fxpar.runtime.options import compile_task
+from fxpar.runtime.compiling import compile_task
 from fxpar.runtime.task import Task
 from fxpar.tracer import capture
 
