@@ -27,7 +27,7 @@ from torch import fx
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.device import Device
-from fxpar.cost.links import crosses_nodes, exchange, ring
+from fxpar.cost.links import crosses_nodes, exchange, one_each, ring
 from fxpar.cost.ops import SizesOf, flops, is_kernel, is_plain, local_metas, touched, touched_bytes
 from fxpar.cost.overlap import Link, exposed_s
 from fxpar.cost.polynomial import Polynomial, fitted, sent_bytes, sizes_of
@@ -260,10 +260,9 @@ def handed_on_s(program: PipelineGraph, stage: int, kind: str, cluster: ClusterS
         return sum((_handover_s(program, one, cluster) for one in handed), Polynomial())
     here = program.stages[stage]
     there = program.stages[(stage + (1 if kind == "sent" else -1)) % len(program.stages)]
-    pairs = zip(here.mesh.ranks, there.mesh.ranks, strict=True)
-    between = any(cluster.node_of(one) != cluster.node_of(other) for one, other in pairs)
+    byte_s = one_each(zip(here.mesh.ranks, there.mesh.ranks, strict=True), cluster).byte_s(cluster)
     sent = [stored.local for stored in here.given(kind).values()]
-    return sent_bytes(here, sent) * (1 / cluster.bytes_per_s(between)) + Polynomial(len(sent) * cluster.latency_s)
+    return sent_bytes(here, sent) * byte_s + Polynomial(len(sent) * cluster.latency_s)
 
 
 def _handover_s(program: PipelineGraph, handed: Handover, cluster: ClusterSpec) -> Polynomial:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -51,7 +51,13 @@ def exchange(mesh: Mesh, axis: str, cluster: ClusterSpec) -> Loads:
 @functools.lru_cache(maxsize=1024)
 def ring(mesh: Mesh, axis: str, cluster: ClusterSpec) -> Loads:
     """Where each rank sends to the next one of its process group."""
-    pairs = [pair for group in _groups(mesh, axis) for pair in zip(group, (*group[1:], group[0]), strict=True)]
+    return one_each(
+        [pair for group in _groups(mesh, axis) for pair in zip(group, (*group[1:], group[0]), strict=True)], cluster
+    )
+
+
+def one_each(pairs: Iterable[tuple[int, int]], cluster: ClusterSpec) -> Loads:
+    """Where the first rank of each pair sends to the second, and to no other."""
     nodes = [(cluster.node_of(one), cluster.node_of(other)) for one, other in pairs if one != other]
     leaving = Counter(one for one, other in nodes if one != other)
     inside = any(one == other for one, other in nodes)

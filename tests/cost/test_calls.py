@@ -220,6 +220,22 @@ def on(**figures: Any):
     return replace(NODE, device=replace(DEVICE, **figures))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "stage", "pairs"),
+    [("pp4+cut(layers.0.ffn_norm|layers.1|layers.1.ffn_norm)", 1, 1), ("pp2.tp2+cut(layers.1)", 0, 2)],
+)
+def test_only_messages_that_leave_a_node_share_its_network(strategy, stage, pairs):
+    free, capped, one_node = (
+        handed_on_s(program(strategy), stage, "sent", cluster).at(4096)
+        for cluster in (
+            ClusterSpec(2, 2, 400.0, 50.0, 0.0),
+            ClusterSpec(2, 2, 400.0, 50.0, 0.0, node_gb_per_s=50.0),
+            ClusterSpec(1, 4, 400.0, 50.0, 0.0, node_gb_per_s=1.0),
+        )
+    )
+    assert (capped / free, one_node / free) == (pairs, Fraction(1, 8))
+
+
 def test_small_tensors_take_their_time_from_a_cache_and_large_ones_hide_no_longer():
     cached = on(cache_mb=4.0, cache_gb_per_s=20_000.0)
     for plain, call in zip(of_kind(NODE, "memory"), of_kind(cached, "memory"), strict=True):
