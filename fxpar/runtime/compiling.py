@@ -137,7 +137,7 @@ def _warn_of_rows(logical: LogicalGraph) -> None:
 
 def _warn_of_labels(logical: LogicalGraph, task: Task) -> None:
     """Of a mean over all tokens in a task whose example has some without a label: fxpar does not divide by these."""
-    mean, labels = logical.averaged, task.example.get("labels")
+    mean, labels = logical.averaged, (task.example or {}).get("labels")
     if mean is None or mean.fewer is None or labels is None or labels.is_meta:
         return
     unlabelled = int((labels == IGNORE_INDEX).sum())
