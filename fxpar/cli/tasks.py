@@ -7,8 +7,8 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from fxpar.cli.console import human_bytes, human_seconds, print_table, stdout_console, working
-from fxpar.cli.request import check_output, write_json, write_output
+from fxpar.cli.console import human_bytes, human_seconds, print_table, stderr_console, stdout_console, working
+from fxpar.cli.request import check_output, collected_warnings, write_json, write_output
 from fxpar.cli.tasks_commands import TasksRequest
 from fxpar.errors import TasksFileError
 from fxpar.waves import plan_waves
@@ -22,6 +22,8 @@ def run_tasks(request: TasksRequest) -> None:
     """Plan, and print or write it. Raises FxparError."""
     check_output(request.json)
     check_output(request.output)
+    if request.writes_run and not request.is_model:
+        raise _no_run(request.file or request.case or "")
     begun = time.process_time()
     of_run = None
     if request.is_model:
@@ -52,17 +54,23 @@ def _of_model(request: TasksRequest) -> tuple[TasksPlan, str | None]:
     from fxpar.cli.tasks_run import is_run, read_run_tasks
     from fxpar.tasks import plan_tasks
 
-    writes = request.output is not None and request.output.endswith(".toml")
     run = read_run_tasks(request.file, request.devices, request.devices_per_node) if is_run(request.file) else None
-    if writes and run is None:
-        do = "Give the configuration of a run, with [task.NAME] sections, or write a page: -o plan.html"
-        raise TasksFileError(request.file, "", "it says nothing of data, so nothing can train as planned", do)
+    if request.writes_run and run is None:
+        raise _no_run(request.file)
     tasks = run.tasks if run else read_model_tasks(request.file, request.devices, request.devices_per_node)
-    with working("capturing"):
+    notes: list[str] = []
+    with working("capturing") as status, collected_warnings(notes):
         steps = tasks.steps()
-    with working("lowering and planning"):
+        status.update("lowering and planning")
         found = plan_tasks(steps, tasks.cluster)
-    return found, run.planned(found.runs, steps) if run and writes and found.runs else None
+    for note in notes:
+        stderr_console().print(f"note: {note}", markup=False)
+    return found, run.planned(found.runs, steps) if run and request.writes_run and found.runs else None
+
+
+def _no_run(file: str) -> TasksFileError:
+    do = "Give the configuration of a run, with [task.NAME] sections, or write a page: -o plan.html"
+    return TasksFileError(file, "", "it says nothing of data, so nothing can train as planned", do)
 
 
 def _document(found: TasksPlan, request: TasksRequest, spent: float) -> dict[str, Any]:

@@ -66,3 +66,8 @@ class TasksRequest:
     def is_model(self) -> bool:
         """Whether FILE names a model."""
         return self.file.endswith(".toml")
+
+    @property
+    def writes_run(self) -> bool:
+        """Whether the run as planned is asked for, not a page."""
+        return self.output is not None and self.output.endswith(".toml")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
-from fxpar.errors import TasksFileError, nearest
+from fxpar.errors import TasksFileError, naming_task, nearest
 from fxpar.ir.dtype_names import dtype_of_short
 from fxpar.ir.written import brief, is_task_name, read
 from fxpar.losses import LossFunction
@@ -52,11 +52,12 @@ class ModelTasks:
     precision: str | None
 
     def steps(self) -> dict[str, TaskStep]:
-        """Captures. Raises the errors of `fxpar.capture`."""
-        return {
-            name: captured(self.model.module, task, batches, self.precision)
-            for name, (task, batches) in self.tasks.items()
-        }
+        """Captures. Raises the errors of `fxpar.capture`, with the name of the task."""
+        found = {}
+        for name, (task, batches) in self.tasks.items():
+            with naming_task(name):
+                found[name] = captured(self.model.module, task, batches, self.precision)
+        return found
 
 
 def read_model_tasks(path: str, devices: int | None, devices_per_node: int) -> ModelTasks:

@@ -45,7 +45,7 @@ class StrategyWorldsError(FxparError):
         sizes = ", ".join(f"{text!r} (up to {limit} tokens) uses {size}" for limit, (text, size) in worlds.items())
         super().__init__(
             f"each strategy must use all {world} ranks, but {sizes}. Change degrees so that each takes {world} "
-            "(degrees multiply, those of stages and of strategies side by side add up)"
+            "(degrees multiply, those of stages and of strategies side by side add up), or the number of ranks"
         )
 
 

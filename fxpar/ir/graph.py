@@ -12,11 +12,12 @@ from typing import Any, Literal, Protocol
 
 import sympy
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxpar.errors import DimNameError
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.dtype_names import short_dtype
+from fxpar.ir.serialize import graph_from_data, graph_to_data
 from fxpar.ir.strategy import Strategy
 
 aten = torch.ops.aten
@@ -184,6 +185,13 @@ class LogicalGraph:
     packing: Packing | None = None
     averaged: Averaged | None = None
     own_backward: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A module of fx pickles as its code, without what nodes know of themselves."""
+        return {**vars(self), "gm": graph_to_data(self.gm.graph)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, gm=fx.GraphModule(nn.Module(), graph_from_data(state["gm"])))
 
     @property
     def placeholders(self) -> list[fx.Node]:

@@ -40,14 +40,14 @@ def build_model(config: TrainConfig, vocab_size: int, tokenizer: str, device: st
     return loaded
 
 
-def shapes_of(config: TrainConfig) -> nn.Module:
+def shapes_of(config: TrainConfig, vocab_size: int) -> LoadedModel:
     """The model on the meta device, to find out early what is wrong with its name, its options, or the parameters to
-    train. Its vocabulary is that of no tokenizer yet. Raises as `build_model` does, but for VocabularyError.
+    train. Raises as `build_model` does, but for VocabularyError.
     """
-    loaded = _loaded(config, config.data.vocab, "meta")
+    loaded = _loaded(config, vocab_size, "meta")
     _check_text(loaded, 0, "")
     freeze(loaded.model, config.model.train)
-    return loaded.model
+    return loaded
 
 
 def shapes_for(config: TrainConfig, vocab_size: int, options: Mapping[str, Any]) -> LoadedModel:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -27,9 +27,10 @@ from fxpar.errors import (
     TooManyRanksError,
 )
 from fxpar.ir.teams import formations
+from fxpar.store.folder import Given
 from fxpar.store.schedule import check_order
 from fxpar.train.config import TrainConfig, described_cluster
-from fxpar.train.model import VOCAB_MULTIPLE, shapes_for, shapes_of
+from fxpar.train.model import VOCAB_MULTIPLE, shapes_for, shapes_of, weights_in
 from fxpar.train.optimize import CLASSES
 from fxpar.train.schema import shown
 from fxpar.train.session import TRAINED, check_steps_left, latest
@@ -59,11 +60,14 @@ def check_parts(config: TrainConfig) -> None:
     """See that there is what ranks read: the source of text, the tokenizer, and a model with these options and these
     parameters to train. Its sizes are looked at only, nothing of it is allocated. Of tasks their functions too.
 
-    Raises OrderError, CorpusPathError, EmptyCorpusError, TokenizerError, MissingDataPackageError, and what `shapes_of`
-    and `check_tasks` raise.
+    Of weights to start from names and forms are looked at.
+
+    Raises OrderError, CorpusPathError, EmptyCorpusError, TokenizerError, MissingDataPackageError, and what `shapes_of`,
+    `check_tasks` and `Given.to` raise.
     """
     if config.tasks:
         check_tasks(config)
+        _check_weights(config, None, lambda: task_model(config, "meta"))
         return
     if config.engine.order is not None and config.strategies:
         names = [str(one) for _, text in config.strategies for one in formations(text)]
@@ -74,9 +78,18 @@ def check_parts(config: TrainConfig) -> None:
         if not any(_has_bytes(files.path(i)) for i in range(len(files.names))):
             why = files.hint() or "all of its files are empty"
             raise EmptyCorpusError(config.data.source, config.data.kind, (), why)
+    size = config.data.vocab  # of no tokenizer yet
     if config.data.tokenizer is not None:
-        load_tokenizer(config.data.tokenizer, end_token=config.data.end_token)
-    shapes_of(config)
+        size = load_tokenizer(config.data.tokenizer, end_token=config.data.end_token).vocab_size
+    loaded = shapes_of(config, size)
+    _check_weights(config, loaded.weights, lambda: loaded.model)
+
+
+def _check_weights(config: TrainConfig, folder: str | None, model: Callable[[], nn.Module]) -> None:
+    """Weights to start from, if there are any, fit the model. Raises what `Given.to` raises."""
+    weights = weights_in(config, folder)
+    if weights is not None:
+        Given.to(model(), weights)
 
 
 def _has_bytes(file: Path) -> bool:
@@ -113,6 +126,8 @@ def check_resumed(config: TrainConfig, checkpoint: Path) -> None:
     done, loader = extra.get("step"), extra.get("loader")
     if isinstance(done, int):
         check_steps_left(checkpoint, done, config)
+    if config.tasks:  # each goes on at its next item: nothing was drawn from a corpus
+        return
     before = loader.get("fingerprint") if isinstance(loader, dict) else None
     now: dict[str, tuple[str, object]] = {
         "max_length": ("data.max_length", config.max_length),

@@ -8,8 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
-from fxpar.checking import CheckResult
-from fxpar.checking import driver as checking
+from fxpar.checking import CheckResult, compare
 from fxpar.cli import check as cli_check
 from fxpar.cli.check import _error
 from fxpar.ir.strategy import Strategy
@@ -83,7 +82,7 @@ def test_override_is_checked_like_any_placement():
 
 
 def test_a_miss_is_status_1(monkeypatch):
-    monkeypatch.setattr(checking, "relative_error", lambda *_: 0.5)
+    monkeypatch.setattr(compare, "relative_error", lambda *_: 0.5)
     status, out, _ = fxpar("check", "mlp", "-s", "dp2")
     assert status == 1
     assert re.search(r"dp2 +2 +MISS", out)
@@ -253,7 +252,7 @@ def test_weights_that_are_no_numbers(monkeypatch, tmp_path):
 
 
 def test_a_loss_that_is_no_number(monkeypatch):
-    monkeypatch.setattr(checking, "relative_error", lambda *_: float("inf"))
+    monkeypatch.setattr(compare, "relative_error", lambda *_: float("inf"))
     status, out, _ = fxpar("check", "mlp", "-s", "dp2")
     assert (status, "is not a number (NaN or infinite)" in out) == (1, True)
 

@@ -15,7 +15,7 @@ from fxpar.cli.tasks import ranges, run_tasks
 from fxpar.cli.tasks_commands import TasksRequest
 from fxpar.cli.tasks_file import read_model_tasks
 from fxpar.cli.tasks_run import RunTasks, read_run_tasks, to_toml
-from fxpar.errors import ConfigError, FitsNoDevicesError, OutputError, TaskGraphError, TasksFileError
+from fxpar.errors import ConfigError, DynamicDimError, FitsNoDevicesError, OutputError, TaskGraphError, TasksFileError
 from fxpar.train.config import read_config
 from fxpar.waves.runs import Option, RunPlan, TaskRun
 from tests.cli.helpers import fxpar
@@ -70,6 +70,7 @@ def test_the_plan_as_json(file, tmp_path, capsys):
         (("plan", 4, "no.json"), TaskGraphError, "it cannot be read"),
         (("plan", 4, "", "clip-11"), TaskGraphError, "there is none of this name"),
         (("plan", 4, "", "clip-4", 8, "no/such/folder.json"), OutputError, "folder"),
+        (("plan", 4, "", "clip-4", 8, None, "run.toml"), TasksFileError, "'clip-4': it says nothing of data"),
     ],
 )
 def test_mistakes(words, error, message):
@@ -144,8 +145,11 @@ def of_model(tmp_path, monkeypatch):
 
 
 def test_a_plan_of_a_model(of_model, capsys):
+    warns = 'def loss(model, batch):\n    __import__("fxpar").errors.warn("that is slow")'
+    Path("towers.py").write_text(MODEL.replace("def loss(model, batch):", warns))
     run_tasks(TasksRequest("plan", None, of_model, json="plan.json", output="plan.html"))
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert err.splitlines().count("note: that is slow") == 1
     assert "tasks.toml on 1 devices: 2 MetaOps" in out
     assert "strategy" in out
     piece = json.loads(Path("plan.json").read_text())["pieces"][0]
@@ -209,6 +213,9 @@ def test_runs_that_cannot_be_planned(of_run, of_model):
         run_tasks(TasksRequest("plan", 2, of_model, output="planned.toml"))
     Path(of_run).write_text(RUN.replace("weight", "wieght"))
     with pytest.raises(ConfigError, match="did you mean 'weight'"):
+        run_tasks(TasksRequest("plan", 2, of_run))
+    Path(of_run).write_text(RUN.replace("{ x =", "{ y ="))
+    with pytest.raises(DynamicDimError, match="task 'first': dynamic names 'y', but the batch has x"):
         run_tasks(TasksRequest("plan", 2, of_run))
 
 

@@ -31,6 +31,14 @@ def test_exec_graph_pickles(strategy):
         assert str(again.parts[name].graph) == str(part.graph)
 
 
+def test_a_logical_graph_lowers_to_the_same_program():
+    graph = odd("norms").graph
+    again = pickle.loads(pickle.dumps(graph))
+    assert lower(again, "dp2").fingerprint() == lower(graph, "dp2").fingerprint()
+    assert again.placeholders[0].graph is again.gm.graph is not graph.gm.graph
+    assert again.carried_buffers() == graph.carried_buffers()
+
+
 @pytest.mark.parametrize("strategy", ["dp2.tp2", "tp2+sp"])
 def test_pickling_twice_is_the_same_bytes(strategy):
     program = lowered(llama(), strategy)

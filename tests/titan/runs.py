@@ -7,7 +7,7 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,6 @@ import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 
 import fxpar
-from fxpar.ir.exec_graph import compile_graph
-from fxpar.ir.serialize import graph_from_data, graph_to_data
 from fxpar.recipes import llama3, qwen3
 from fxpar.recipes.convert import to_fxpar
 from fxpar.recipes.debug import debug_recipe, documents, hf_assets
@@ -94,21 +92,8 @@ def train(
     folder.mkdir(exist_ok=True, parents=True)
     hf_assets(), documents()  # here once, and not in every rank
     found = run_forked(world, work, timeout_s=timeout_s)[0]
-    COMPILED.update({key: compiled_again(data) for key, data in found.compiled.items()})
+    COMPILED.update({key: pickle.loads(data) for key, data in found.compiled.items()})
     return found
-
-
-def plain(compiled: CompiledModel) -> bytes:
-    """A compiled model whose programs have not run yet; the module of its logical graph would pickle as its code."""
-    logical = compiled.logical
-    bare = replace(compiled, logical=replace(logical, gm=None))
-    return pickle.dumps((bare, graph_to_data(logical.gm.graph)))
-
-
-def compiled_again(data: bytes) -> CompiledModel:
-    """Inverse of `plain`."""
-    bare, nodes = pickle.loads(data)
-    return replace(bare, logical=replace(bare.logical, gm=compile_graph(graph_from_data(nodes))))
 
 
 def _remembering(found: Run) -> Callable[..., Any]:
@@ -121,7 +106,7 @@ def _remembering(found: Run) -> Callable[..., Any]:
         key = (str(model), str(shapes), *map(str, options_read))
         made = parallelize(model, compiled=COMPILED.get(key), **options)
         if key not in COMPILED and dist.get_rank() == 0:
-            found.compiled[key] = plain(made.fxpar_session.compiled)
+            found.compiled[key] = pickle.dumps(made.fxpar_session.compiled)
         return made
 
     return remembered

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fxpar.checkpoint.lock import LOCK, release, take
-from fxpar.errors import RunFolderError, RunInUseError
+from fxpar.errors import ResumeError, RunFolderError, RunInUseError, WeightsMismatchError
 from fxpar.runtime.forked import run_forked
+from fxpar.train import preflight
 from fxpar.train.config import parse_config
-from fxpar.train.preflight import check_free, lock_folders, unlock_folders
+from fxpar.train.preflight import check_free, check_parts, check_resumed, lock_folders, unlock_folders
 from fxpar.train.rank import _claim
 from tests.cli.helpers import fxpar
+from tests.models.folder import write_folder
 
 CONFIG = """
 [model]
@@ -96,3 +100,37 @@ def test_the_command_line_refuses_before_ranks_are_started(tmp_path, monkeypatch
     assert status == 1
     assert f"in use by process {pid} on" in err
     assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
+
+
+TASK = """
+[model]
+name = "towers.py:make"
+[task.pairs]
+loss = "pairs"
+data = "drawn"
+items = 2
+strategies = { 8 = "dp2" }
+[run]
+steps = 9
+"""
+
+
+def test_a_run_whose_tasks_have_all_strategies_goes_on(monkeypatch):
+    """As `fxpar tasks plan` writes it, without [strategies]; their lengths are of no corpus."""
+    config = parse_config(TASK, "test.toml", "test", ["checkpoint.resume=true"])
+    monkeypatch.setattr(preflight, "read_extra", lambda _: {"step": 4, "loader": {"tasks": {"pairs": 8}}})
+    check_resumed(config, Path("step-4"))
+    monkeypatch.setattr(preflight, "read_extra", lambda _: {"step": 9, "loader": {"tasks": {"pairs": 18}}})
+    with pytest.raises(ResumeError, match="nothing is left"):
+        check_resumed(config, Path("step-9"))
+
+
+def test_weights_that_do_not_fit_before_ranks_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "load_tokenizer", lambda *_, **__: SimpleNamespace(vocab_size=40))
+    folder = write_folder(tmp_path / "base")
+    text = CONFIG.format(folder="run", checkpoints="kept").replace("llama", f"hf:{folder}")
+    config = parse_config(text.replace('"corpus"', '"python-stdlib"'), "test.toml", "test", [])
+    check_parts(config)
+    write_folder(folder, num_hidden_layers=2)
+    with pytest.raises(WeightsMismatchError, match=r"9 not in the folder: model.layers.1.self_attn"):
+        check_parts(config)
