@@ -25,9 +25,9 @@ def run_tasks(request: TasksRequest) -> None:
     if request.writes_run and not request.is_model:
         raise _no_run(request.file or request.case or "")
     begun = time.process_time()
-    of_run = None
+    of_run, kind = None, ""
     if request.is_model:
-        found, of_run = _of_model(request)
+        found, of_run, kind = _of_model(request)
     else:
         found = _of_costs(request)
     spent = time.process_time() - begun
@@ -38,7 +38,7 @@ def run_tasks(request: TasksRequest) -> None:
 
         write_output(request.output, waves_html(found.plan, request.case or request.file, found.strategies))
     if write_json(request.json, _document(found, request, spent)) and request.output != "-":
-        _show(found, request, spent)
+        _show(found, request, spent, kind)
 
 
 def _of_costs(request: TasksRequest) -> TasksPlan:
@@ -48,8 +48,10 @@ def _of_costs(request: TasksRequest) -> TasksPlan:
         return TasksPlan(plan_waves(tasks.graph, tasks.devices(request.devices, request.devices_per_node)))
 
 
-def _of_model(request: TasksRequest) -> tuple[TasksPlan, str | None]:
-    """The plan, and the configuration of a run that follows it, if that is asked for. Raises TasksFileError."""
+def _of_model(request: TasksRequest) -> tuple[TasksPlan, str | None, str]:
+    """The plan, the configuration of a run that follows it, if that is asked for, and what the devices sustain. Raises
+    TasksFileError.
+    """
     from fxpar.cli.tasks_file import read_model_tasks
     from fxpar.cli.tasks_run import is_run, read_run_tasks
     from fxpar.tasks import plan_tasks
@@ -65,7 +67,8 @@ def _of_model(request: TasksRequest) -> tuple[TasksPlan, str | None]:
         found = plan_tasks(steps, tasks.cluster)
     for note in notes:
         stderr_console().print(f"note: {note}", markup=False)
-    return found, run.planned(found.runs, steps) if run and request.writes_run and found.runs else None
+    of_run = run.planned(found.runs, steps) if run and request.writes_run and found.runs else None
+    return found, of_run, str(tasks.cluster.sustained)
 
 
 def _no_run(file: str) -> TasksFileError:
@@ -128,12 +131,13 @@ def _assigned(found: TasksPlan, at: int) -> dict[str, Any]:
     return {"task": one.task, "modules": list(one.modules), "strategy": one.strategy}
 
 
-def _show(found: TasksPlan, request: TasksRequest, spent: float) -> None:
+def _show(found: TasksPlan, request: TasksRequest, spent: float, kind: str) -> None:
     plan = found.plan
     console, devices = stdout_console(), plan.devices
     runs = {(run.piece, run.backward): run for run in plan.step.runs}
     what = request.case or request.file
-    console.print(f"{what} on {devices.count} devices: {len(plan.graph.metaops)} MetaOps", markup=False)
+    of_kind = f"; predicted for devices of {kind}" if kind else ""
+    console.print(f"{what} on {devices.count} devices: {len(plan.graph.metaops)} MetaOps{of_kind}", markup=False)
     rows = []
     for number, members in enumerate(plan.waves):
         for at in members:

@@ -67,4 +67,8 @@ class WeightsMismatchError(FxparError):
     def __init__(self, folder: object, problems: str, options: Sequence[str]) -> None:
         ways = " or ".join(f"{option}=[globs]" for option in options)
         allow = f". If that is intended, allow it: {ways}" if ways else ""
+        if len(options) == 2:  # missing and unused at once: names that changed, most often
+            allow = ". A layer that wraps another renames its weights: let them keep their names" + allow
+        if "missing" in options:
+            allow += "; what is missing starts from random values"
         super().__init__(f"weights in {str(folder)!r} are of another model; {problems}{allow}. Nothing was loaded")

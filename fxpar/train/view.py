@@ -207,7 +207,8 @@ def summary_lines(totals: Totals, width: int | None = None) -> Iterator[str]:
         )
     held_out = ""
     if totals.validation_loss is not None:
-        held_out = f"; on held-out documents {totals.validation_loss:.4f}{metrics_text(totals.validation_metrics)}"
+        what = "documents" if counts_tokens(totals.groups) else "items"
+        held_out = f"; on held-out {what} {totals.validation_loss:.4f}{metrics_text(totals.validation_metrics)}"
     yield f"loss     {totals.first_loss:.4f} -> {totals.last_loss:.4f}{held_out}"
 
 

@@ -74,8 +74,8 @@ def plan_waves(graph: TaskGraph, devices: Devices, *, effort: int = EFFORT) -> W
 
     Starts are Spindle's waves under each of its rules, of which the shortest is taken, and orders without levels. Each
     is improved by local searches of so much `effort`, and the best of them again; all are placed and timed, and the
-    shortest step is kept, of equal ones that of fewest pieces. Spindle's own are among them, so a plan is never
-    longer. Equal arguments give equal plans.
+    shortest step is kept, of equal ones that of fewest pieces. Spindle's own are among them, and all MetaOps one
+    after the other, so a plan is never longer. Equal arguments give equal plans.
 
     Raises FitsNoDevicesError.
     """
@@ -115,6 +115,7 @@ def _orders(problem: Problem, bound: Relaxed, effort: int) -> Iterator[tuple[str
         found[f"the best, with loans {seed}"] = improved(problem, best, effort, enough, seed, loans=True)
     yield from found.items()
     yield "whole", _whole(problem, bound)
+    yield "one after the other", _one_by_one(problem)
 
 
 def _spindle(problem: Problem) -> Iterator[list[Piece]]:
@@ -134,6 +135,11 @@ def _whole(problem: Problem, bound: Relaxed) -> list[Piece]:
         low, _, _ = curve.neighbours(bound.metaop_ms[m] / problem.layers[m] * (1 + 1e-9))
         found.append(Piece(m, max(low, curve.widths[0]), problem.layers[m]))
     return found
+
+
+def _one_by_one(problem: Problem) -> list[Piece]:
+    """Each MetaOp in one piece, on the devices on which its layers take least time."""
+    return [Piece(m, problem.curves[m].widths[-1], problem.layers[m]) for m in problem.graph.order]
 
 
 def _ms(problem: Problem, pieces: Sequence[Piece]) -> float:

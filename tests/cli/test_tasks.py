@@ -150,7 +150,7 @@ def test_a_plan_of_a_model(of_model, capsys):
     run_tasks(TasksRequest("plan", None, of_model, json="plan.json", output="plan.html"))
     out, err = capsys.readouterr()
     assert err.splitlines().count("note: that is slow") == 1
-    assert "tasks.toml on 1 devices: 2 MetaOps" in out
+    assert "tasks.toml on 1 devices: 2 MetaOps; predicted for devices of 300 TFLOP/s and" in out
     assert "strategy" in out
     piece = json.loads(Path("plan.json").read_text())["pieces"][0]
     assert (piece["task"], piece["strategy"], piece["layers"]) == ("both", "dp1", [0, 1])

@@ -68,7 +68,11 @@ def test_slices(tmp_path):
 
 
 CASES = {
-    "missing": (values(**{"norm.weight": None}), {}, r"1 not in the folder: norm\.weight.*allow it: missing=\[globs\]"),
+    "missing": (
+        values(**{"norm.weight": None}),
+        {},
+        r"1 not in the folder: norm\.weight.*allow it: missing=\[globs\]; what is missing",
+    ),
     "extra": (values(adapter=torch.ones(2)), {}, r"1 not in the model: adapter\. .*unused=\[globs\]"),
     "shape": (values(scale=torch.ones(2)), {}, r"1 of another form: scale \(\[2\] in the folder, \[\] in the model\)"),
     "compressed": (
@@ -79,7 +83,7 @@ CASES = {
     "misspelt": (
         {("nrom.weight" if k == "norm.weight" else k): v for k, v in values().items()},
         {},
-        r"norm\.weight \(did you mean 'nrom\.weight'\?\); 1 not in the model: nrom",
+        r"norm\.weight \(did you mean 'nrom\.weight'\?\); 1 not in the model: nrom.* A layer that wraps another",
     ),
 }
 

@@ -53,11 +53,12 @@ def test_what_is_no_text_has_its_own_unit():
     rows = replace(group, unit="rows", sequences=2, tokens=16)
     assert f"{group.strategy}: 2 batches 16 rows 0.50 s" in group_text(rows)
     assert "2 batches 0.50 s" in group_text(replace(rows, unit="batches", tokens=2))
-    mixed = replace(record, groups=(rows, *others))
+    mixed = replace(record, groups=(rows, *others), validation_loss=2.5)
     assert "valid/s" in step_line(mixed, 1)
     assert "16 rows" in "".join(group_table(mixed, 200).columns[3].cells)
     (line,) = (line for line in summary_lines(Totals.of([mixed])) if line.startswith("valid "))
     assert f"{mixed.valid_tokens} labels and rows" in line
+    assert list(summary_lines(Totals.of([mixed])))[-1].endswith("; on held-out items 2.5000")
 
 
 def test_line_of_a_skipped_step():

@@ -56,6 +56,14 @@ def test_the_bound_and_the_best_plan_of_tiny_graphs(graph, count):
     assert plan.ms <= 1.25 * best
 
 
+def test_never_longer_than_one_after_the_other():
+    """Side by side a and b leave a device idle; all that was looked at besides takes 8.4."""
+    ops = (MetaOp("a", 3, {1: 3, 2: 1.65}), MetaOp("b", 1, {1: 4, 2: 2}), MetaOp("c", 2, {1: 1, 2: 0.55}))
+    plan = plan_waves(TaskGraph(ops, (("a", "c"), ("b", "c"))), Devices(2))
+    check_plan(plan)
+    assert plan.ms == pytest.approx(8.05)
+
+
 # C* of the table of the open planner's figures, and its waves with extension, by tasks and devices.
 TABLE = {
     ("clip-4", 8): (91.9, 97.6),
