@@ -13,6 +13,7 @@ from typing import Any
 
 from fxpar.cli.tasks_file import Model, ModelTasks
 from fxpar.errors import TasksFileError
+from fxpar.ir.axes import REPLICAS
 from fxpar.ir.graph import TOKENS, LogicalGraph
 from fxpar.ir.written import read
 from fxpar.tasks import TaskStep
@@ -94,7 +95,7 @@ def _unplanned(tables: Mapping[str, Any], limits: Mapping[str, int | None]) -> d
         return dict(tables)
     run = tables.get("run")
     ranks = run.get("ranks") if isinstance(run, dict) else None
-    strategy = f"dp{ranks}" if type(ranks) is int and ranks > 0 else "dp1"
+    strategy = f"{REPLICAS}{ranks if type(ranks) is int and ranks > 0 else 1}"
     tasks = {
         name: {
             **{key: one for key, one in table.items() if key != "ranks"},
