@@ -335,7 +335,9 @@ AT_NIGHT: dict[str, tuple[str, ...]] = {
         "test_two_shallow_models_say_what_a_deep_one_takes[dp4]",
         "test_two_shallow_models_say_what_a_deep_one_takes[dp2.tp2+sp+remat]",
     ),
+    "search/test_layouts.py": ("test_what_was_lowered_says_how_all_layers_lie",),  # test_driver.py settles such sets
     "search/test_ruled.py": (
+        "test_layers_that_save_are_found_by_their_programs",  # test_a_mixture_takes_what_its_layers_take
         "test_bins_have_room_where_the_head_runs_in_chunks",  # test_the_head_may_run_in_chunks, by position
     ),
     "search/test_simulate_switches.py": (
