@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from fxpar.errors import NoExpertsError, NothingToCompressError, NothingToOffloadError
+from fxpar.errors import NoExpertsError, NothingToCompressError, NothingToOffloadError, RematGlobError
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import LowerAlike, default_passes, lower
 from fxpar.models import load
@@ -49,6 +49,16 @@ def alike() -> LowerAlike:
 def test_equals_lower(text):
     strategy = Strategy.parse(text)
     assert alike()(strategy).fingerprint() == lower(rows(), strategy, for_store=True).fingerprint()
+
+
+@pytest.mark.parametrize("text", ["dp2+remat(layers.9)", "pp2+remat(layers.0|layers.9)", "dp1+remat(layers.9) > tp2"])
+def test_modules_of_no_stage_are_told_as_by_lower(text):
+    strategy = Strategy.parse(text)
+    with pytest.raises(RematGlobError) as told:
+        lower(rows(), strategy, for_store=True)
+    with pytest.raises(RematGlobError) as again:
+        alike()(strategy)
+    assert str(again.value) == str(told.value)
 
 
 def test_the_first_passes_run_once_for_what_differs_in_recomputation_and_chunks():
