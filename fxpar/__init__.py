@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fxpar.ir.strategy import Strategy
     from fxpar.lowering import lower
     from fxpar.runtime.compiling import compile_strategies, compile_task
+    from fxpar.runtime.exact_experts import ExactExperts
     from fxpar.runtime.task import Task
     from fxpar.store.folder import Weights
     from fxpar.tracer import capture
@@ -37,6 +38,7 @@ _WHERE = {
     "ClusterSpec": "fxpar.cost.cluster",
     "Device": "fxpar.cost.device",
     "DistConfig": "fxpar.ir.dist_config",
+    "ExactExperts": "fxpar.runtime.exact_experts",
     "ExecGraph": "fxpar.ir.exec_graph",
     "FxparError": "fxpar.errors",
     "FxparWarning": "fxpar.errors",
@@ -68,6 +70,7 @@ __all__ = [
     "ClusterSpec",
     "Device",
     "DistConfig",
+    "ExactExperts",
     "ExecGraph",
     "FxparError",
     "FxparWarning",

@@ -25,7 +25,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.monitor import Monitor
 from fxpar.runtime.ahead import DrawnAhead
 from fxpar.runtime.notices import only_rank_0_warns
-from fxpar.runtime.opening import change_tasks, open_session
+from fxpar.runtime.opening import change_session, open_session
 from fxpar.runtime.options import ParallelizeOptions
 from fxpar.runtime.planned import check_choice, chosen
 from fxpar.runtime.report import Evaluated, StepReport
@@ -242,7 +242,7 @@ class ParallelModule(nn.Module):
         What is wrong with a mini-batch is raised in its step, what drawing it raises where it would be handed out. If
         `batches` has a `state_dict`, so has the result: that after the last mini-batch that was handed out.
         """
-        return DrawnAhead(batches, self._session().begin_plan)
+        return DrawnAhead(batches, lambda sequences: self._session().begin_plan(sequences))
 
     @property
     def fxpar_session(self) -> Session:
@@ -282,9 +282,37 @@ class ParallelModule(nn.Module):
         session = self._session()
         if session.options.tasks is None:
             raise ParallelizeError("change_tasks: this model was parallelized with one loss, without tasks=")
-        check_choice(replace(session.options, tasks=tasks, strategies=strategies))
+        return self._changed(session, tasks=tasks, strategies=strategies)
+
+    def change_strategies(
+        self,
+        strategies: Mapping[int, Strategy | str],
+        *,
+        token_budget: int | Mapping[int, int] | None = None,
+        order: Sequence[str] | None = None,
+        resident: Sequence[str] | None = None,
+        plain: str | None = None,
+    ) -> ParallelModule:
+        """Run under these strategies from the next step on, with what else names strategies or their limits, as
+        `parallelize` takes them (`token_budget` None: as before). Weights, gradients and the count of steps stay, an
+        optimizer goes on; nothing is captured again, and strategies of before are not lowered again. All ranks call it
+        alike.
+
+        Raises what `parallelize` raises, and then nothing has changed.
+        """
+        session = self._session()
+        if session.options.tasks is not None:
+            raise ParallelizeError("change_strategies: this model was parallelized with tasks=; call change_tasks")
+        budget = session.options.token_budget if token_budget is None else token_budget
+        named = {"order": order, "resident": resident, "plain": plain}
+        return self._changed(session, strategies=strategies, token_budget=budget, **named)
+
+    def _changed(self, session: Session, **changed: Any) -> ParallelModule:
+        said_before = dict.fromkeys(("plan", "lengths", "tokens_per_step", "compiled", "weights"))
+        options = replace(session.options, **{**said_before, **changed})
+        check_choice(options)
         with only_rank_0_warns():
-            self.__dict__[_STATE] = change_tasks(self, session, tasks, strategies)
+            self.__dict__[_STATE] = change_session(self, session, options)
         return self
 
     def using(self, strategy: str) -> Any:

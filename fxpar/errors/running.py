@@ -233,3 +233,13 @@ class EvaluateStagesError(FxparError):
             "runs other modules in evaluation mode. Give these lengths a strategy without pp, or evaluate a copy of "
             "the model on one device"
         )
+
+
+class ExactExpertsError(FxparError):
+    """Experts that cannot be told when to see all rows again."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"when experts see all rows is for strategies with +lsh in a run of one loss, but {why}. Leave it out "
+            "(plan.residual and plan.exact_steps of a run), or write such strategies"
+        )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -115,6 +115,15 @@ def formations(choice: Strategy | str) -> tuple[Strategy, ...]:
         )
         raise StrategySyntaxError(choice, choice, why)
     return made
+
+
+def each_rewritten(choice: Strategy | str, rewrite: Callable[[Strategy], Strategy]) -> Strategy | str:
+    """The strategy, or each one that is named in `rounds(...)`, as `rewrite` has it."""
+    found = _ROUNDS.fullmatch(choice) if isinstance(choice, str) else None
+    if found is None:
+        return rewrite(Strategy.parse(choice) if isinstance(choice, str) else choice)
+    words = [word.strip() for word in split_outside(found[1], ",")]
+    return f"rounds({', '.join(word if word.isdecimal() else str(rewrite(Strategy.parse(word))) for word in words)})"
 
 
 def is_rounds(text: str) -> bool:

@@ -81,6 +81,31 @@ def compile_strategies(
         return CompiledModel(logical, programs, timings, as_precision(precision), rows.packing, unpacked)
 
 
+def compile_again(
+    before: CompiledModel,
+    was: Task,
+    task: Task,
+    packed: bool | None = None,
+    passes: Ladder | None = None,
+    cluster: ClusterSpec | None = None,
+) -> CompiledModel:
+    """What a loss became, for the strategies of `task`: its step is not captured again, and programs are kept that it
+    has with the token budget of before (`was`). Raises what `lower` raises.
+    """
+    given, had = task.strategies or {}, was.strategies or {}
+    check_strategies(given)
+    old = _budgets(had, was.token_budget)
+    kept = {
+        name: before.programs[name]
+        for name, found in _budgets(given, task.token_budget).items()
+        if old.get(name) == found
+    }
+    rows, _ = packed_if_proved(before.logical, force=bool(packed))
+    with collector_paused():
+        programs = _programs(rows, given, task.token_budget, before.precision, passes, cluster, kept)
+    return replace(before, programs=programs, timings={})
+
+
 def compile_task(
     module: nn.Module,
     task: Task,
@@ -155,6 +180,16 @@ def on_ranks(strategies: Mapping[int, Strategy | str], ranks: Sequence[int]) -> 
     return {limit: replace(one, offset=ranks[0]) for limit, one in parsed.items()}
 
 
+def _budgets(
+    strategies: Mapping[int, Strategy | str], token_budget: int | Mapping[int, int] | None
+) -> dict[str, tuple[Strategy, int]]:
+    """The strategies by name, each with the tokens of a micro-batch of the longest group that runs it."""
+    parsed = [strategy for _, choice in sorted(strategies.items()) for strategy in formations(choice)]
+    groups = length_groups(strategies, world=parsed[0].world, token_budget=token_budget)
+    tokens = {group.strategy: group.token_budget for group in groups}
+    return {name: (one, tokens[one]) for name, one in zip(strategy_names(parsed), parsed, strict=True)}
+
+
 def _programs(
     rows: LogicalGraph,
     strategies: Mapping[int, Strategy | str],
@@ -162,20 +197,19 @@ def _programs(
     how: Precision,
     passes: Ladder | None,
     cluster: ClusterSpec | None,
+    kept: Mapping[str, TrainGraph] | None = None,
 ) -> dict[str, TrainGraph]:
-    """A graph of rows, lowered for each strategy."""
+    """A graph of rows, lowered for each strategy that is not `kept`."""
     computed = with_precision(rows, how)
     dtypes = {"accumulate": how.accumulate_dtype, "reduce": how.reduce_dtype}
-    parsed = [strategy for _, choice in sorted(strategies.items()) for strategy in formations(choice)]
-    by_name = dict(zip(strategy_names(parsed), parsed, strict=True))
-    groups = length_groups(strategies, world=parsed[0].world, token_budget=token_budget)
-    tokens = {group.strategy: group.token_budget for group in groups}  # of the longest group with this strategy
     sizes = {dim.name for dim in rows.dims} & {"T"}
-    programs = {}
-    for name, strategy in by_name.items():
-        at = dict.fromkeys(sizes, tokens[strategy])
-        ladder = default_passes(for_store=True, sizes=at, cluster=cluster, **dtypes)
-        programs[name] = lower(computed, strategy, passes=ladder if passes is None else _given_passes(passes, ladder))
+    programs = dict(kept or {})
+    for name, (strategy, tokens) in _budgets(strategies, token_budget).items():
+        if name not in programs:
+            at = dict.fromkeys(sizes, tokens)
+            ladder = default_passes(for_store=True, sizes=at, cluster=cluster, **dtypes)
+            given = ladder if passes is None else _given_passes(passes, ladder)
+            programs[name] = lower(computed, strategy, passes=given)
     return programs
 
 

@@ -18,6 +18,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.monitor import Monitor, looks_like_peer_loss
 from fxpar.runtime.agree import agreed_cluster, check_same_options, check_same_programs, check_same_values
 from fxpar.runtime.assembled import put_together
+from fxpar.runtime.compiling import compile_again
 from fxpar.runtime.decided import Decided, decide, tasks_of, tell
 from fxpar.runtime.notices import tell_of_tasks
 from fxpar.runtime.options import ParallelizeOptions
@@ -98,19 +99,20 @@ def _open(
     return put_together(module, decided, plain, options, ground)
 
 
-def change_tasks(
-    module: nn.Module,
-    before: Session,
-    tasks: Mapping[str, Task],
-    strategies: Mapping[int, Strategy | str] | None,
-) -> Session:
-    """The session of other tasks: weights, gradients and the count of steps stay. What a task became is kept where it
-    is the same. All ranks call it alike.
+def change_session(module: nn.Module, before: Session, options: ParallelizeOptions) -> Session:
+    """The session with other tasks or strategies: weights, gradients and the count of steps stay. What a loss was
+    captured as is kept where the loss is the same. All ranks call it alike.
     """
-    options = replace(before.options, tasks=tasks, strategies=strategies, weights=None)
+    given: Any = options.strategies
     ground, store = before.ground, before.store
-    wanted = {name: before.kept(name, task) for name, task in tasks_of(strategies, options).items()}
-    with before.engine.watched("change of tasks"), collector_paused():
+    wanted = tasks_of(given, options)
+    with before.engine.watched("change of strategies"), collector_paused():
+        if options.tasks is None:
+            was, how = before.first.task, (options.packed, options.passes, ground.cluster)
+            again = compile_again(before.compiled, was, wanted[""], *how)
+            wanted = {"": replace(wanted[""], compiled=again)}
+        else:
+            wanted = {name: before.kept(name, task) for name, task in wanted.items()}
         store.check_adopted(module, trained=False)
         dtypes = {info.fqn: info.meta.dtype for info in before.compiled.logical.params()}
         with store.shown_without_values(module, dtypes), before.calls.tracing():

@@ -18,10 +18,9 @@ from fxpar.ir.teams import formations
 from fxpar.ir.written import LONGEST, read
 from fxpar.train.assign import assign
 from fxpar.train.schema import from_table, shown
-from fxpar.train.strategies import auto_problems, group_problems, read_strategies
+from fxpar.train.strategies import DRIFT, PlanConfig, auto_problems, group_problems, plan_problems, read_strategies
 from fxpar.train.tasks import TaskConfig, one_loss_problems, read_tasks, task_problems, world_of
 
-DRIFT = 0.25  # of a plan
 _POSITIVE: dict[str, Any] = {"least": 1}
 
 
@@ -142,15 +141,6 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class PlanConfig:
-    """When a run is planned anew: where steps take longer or shorter than predicted by more than the share `drift` (0:
-    never). None: 0.25 for strategies of a plan or "auto", never for others.
-    """
-
-    drift: float | None = field(default=None, metadata={"least": 0})
-
-
-@dataclass(frozen=True)
 class RunConfig:
     """Steps, ranks, and where results go."""
 
@@ -196,7 +186,7 @@ class TrainConfig:
     schedule: ScheduleConfig = ScheduleConfig()
     precision: PrecisionConfig = PrecisionConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    plan: PlanConfig = PlanConfig()
+    plan: PlanConfig = field(default_factory=PlanConfig)
     run: RunConfig = RunConfig()
     tasks: Mapping[str, TaskConfig] = field(default_factory=dict)
 
@@ -226,7 +216,7 @@ class TrainConfig:
 
     def planned(self) -> TrainConfig:
         """The same with strategies of a plan, which may drift, unless it says how far."""
-        return self if self.plan.drift is not None else replace(self, plan=PlanConfig(DRIFT))
+        return self if self.plan.drift is not None else replace(self, plan=replace(self.plan, drift=DRIFT))
 
 
 def read_config(path: str | Path, assignments: Sequence[str] = (), launched: int | None = None) -> TrainConfig:
@@ -330,7 +320,7 @@ def check_together(config: TrainConfig, source: str) -> None:
     budgets = token_budget(config.engine, problems)
     if not config.strategies:
         problems += auto_problems(config.run.ranks, asdict(config.engine))
-    problems += _value_problems(config)
+    problems += [*_value_problems(config), *plan_problems(config.plan, config.strategies, config.engine.compile)]
     if (config.data.batch_tokens is None) == (config.data.batch_sequences is None):
         problems.append("[data] needs one of batch_tokens and batch_sequences")
     if problems:

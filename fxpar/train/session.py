@@ -19,9 +19,11 @@ from fxpar.data import MiniBatchLoader
 from fxpar.errors import ResumeError
 from fxpar.monitor import Monitor
 from fxpar.runtime.ahead import DrawnAhead
+from fxpar.runtime.drift import Drift
+from fxpar.runtime.exact_experts import ExactExperts
 from fxpar.runtime.options import cluster_here
-from fxpar.runtime.report import Evaluated
-from fxpar.train.config import PlanConfig, TrainConfig, described_cluster, token_budget
+from fxpar.runtime.report import Evaluated, StepReport
+from fxpar.train.config import TrainConfig, described_cluster, token_budget
 from fxpar.train.loop import Training
 from fxpar.train.model import build_model, weights_in, weights_of
 from fxpar.train.optimize import changed_schedule, factor, make_optimizer, make_schedule
@@ -49,6 +51,7 @@ class TrainSession:
     trained: int
     setup_s: float
     held_out: Any  # sequences, or by task its items
+    exact: ExactExperts | None = None
     step: int = 0
     changed: str = ""
 
@@ -65,6 +68,7 @@ class TrainSession:
             "steps": self.config.run.steps,
             "loader": self.batches.state_dict(),
             "engine": self.model.engine_state(),
+            "exact_experts": [] if self.exact is None else self.exact.state(),
             "scheduler": scheduler_state(self.training.scheduler),
             "rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
             "model": self.config.model.name,
@@ -87,7 +91,7 @@ class TrainSession:
 
     def release(self) -> None:
         """Give up model, gradients and optimizer states: another session needs the memory."""
-        self.training = self.model = None  # type: ignore[assignment]
+        self.training = self.model = self.exact = None  # type: ignore[assignment]
 
     def resume(self) -> Path:
         """Continue from the latest checkpoint. All ranks call it. Raises ResumeError and what the parts raise."""
@@ -102,6 +106,8 @@ class TrainSession:
         self.training.scheduler.load_state_dict({**extra["scheduler"], "lr_lambdas": [None] * groups})
         rng = bytearray(base64.b64decode(extra["rng"]))
         torch.set_rng_state(torch.frombuffer(rng, dtype=torch.uint8))
+        if self.exact is not None:
+            self.exact.load_state(extra.get("exact_experts", []))
         self.step = int(extra["step"])
         check_steps_left(path, self.step, self.config)
         self._take_schedule(int(extra.get("steps", self.config.run.steps)))
@@ -219,8 +225,8 @@ def open_session(
     scheduler = make_schedule(optimizer, config.schedule, config.run.steps)
     batches = model.plan_ahead(what.loader)
     training = Training(model, batches, optimizer, scheduler, config.optimizer.clip, config.run.nan)
-    if config.plan.drift:
-        training.after_step = model.fxpar_session.watch_drift(config.plan.drift).after
+    exact = ExactExperts(model, *config.plan.of_experts) if any(config.plan.of_experts) else None
+    training.after_step = _Watch(model, config.plan.drift or 0.0, exact).after
     training.traces = StepTraces() if config.run.report and not config.tasks else None
     return TrainSession(
         config,
@@ -232,7 +238,27 @@ def open_session(
         trained,
         time.perf_counter() - begun,
         what.held_out,
+        exact,
     )
+
+
+@dataclass
+class _Watch:
+    """What may run otherwise after a step."""
+
+    model: Any
+    share: float  # of the predicted time
+    exact: ExactExperts | None
+    drift: Drift | None = None
+
+    def after(self, report: StepReport) -> str:
+        changed = "" if self.exact is None else self.exact.after(report)
+        if changed:
+            self.drift = None  # it watched strategies that are gone
+            return changed
+        if self.share and self.drift is None:
+            self.drift = self.model.fxpar_session.watch_drift(self.share)
+        return self.drift.after(report) if self.drift is not None else ""
 
 
 def static_config(config: TrainConfig, strategy: str) -> TrainConfig:
@@ -240,4 +266,4 @@ def static_config(config: TrainConfig, strategy: str) -> TrainConfig:
     engine = replace(config.engine, token_budget=None, token_budgets={}, order=None)
     strategies = ((config.strategies[-1][0], strategy),)
     run = replace(config.run, report=False)
-    return replace(config, strategies=strategies, engine=engine, plan=PlanConfig(0.0), run=run)
+    return replace(config, strategies=strategies, engine=engine, plan=replace(config.plan, drift=0.0), run=run)

@@ -1,9 +1,12 @@
-"""What stands in [strategies] of a configuration: strategies by length, one for all lengths, or "auto"."""
+"""What stands in [strategies] of a configuration: strategies by length, one for all lengths, or "auto"; and in [plan],
+when a run takes others.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fxpar.batching import length_groups
@@ -11,9 +14,40 @@ from fxpar.errors import FxparError, nearest
 from fxpar.errors.base import one_line
 from fxpar.ir.teams import formations
 from fxpar.ir.written import LONGEST
+from fxpar.runtime.exact_experts import is_compressed
 from fxpar.train.schema import shown
 
 AUTO, STATIC = "auto", "static"
+DRIFT = 0.25  # of a plan
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """When a run is planned anew: where steps take longer or shorter than predicted by more than the share `drift` (0:
+    never; None: 0.25 for strategies of a plan or "auto"). And when experts under `lsh` see all rows:
+    see `fxpar.ExactExperts`.
+    """
+
+    drift: float | None = field(default=None, metadata={"least": 0})
+    residual: float | None = field(default=None, metadata={"above": 0})
+    exact_steps: int = field(default=0, metadata={"least": 0})
+
+    @property
+    def of_experts(self) -> tuple[float | None, int]:
+        """What `fxpar.ExactExperts` is told."""
+        return self.residual, self.exact_steps
+
+
+def plan_problems(plan: PlanConfig, strategies: Sequence[tuple[int, str]], compile: str) -> list[str]:
+    """What of experts is said where there is nothing to say."""
+    said = [name for name in ("residual", "exact_steps") if getattr(plan, name)]
+    if not said:
+        return []
+    if not is_compressed(dict(strategies)):
+        return [f"plan.{said[0]} is for experts that see means of rows: write +lsh(0.2) in a strategy, or leave it out"]
+    if plan.residual and compile == "inductor":
+        return ['plan.residual is measured in programs of engine.compile = "eager": change one of them']
+    return []
 
 
 def read_strategies(

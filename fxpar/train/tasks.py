@@ -78,7 +78,8 @@ def one_loss_problems(tables: Mapping[str, Any]) -> list[str]:
         problems.append(
             '"auto" and static are of one loss: give tasks strategies by length or rows, such as 64 = "dp2"'
         )
-    for section, key in (("engine", "order"), ("engine", "gradients"), ("engine", "token_budgets"), ("plan", "drift")):
+    of_one_loss = {"engine": ("order", "gradients", "token_budgets"), "plan": ("drift", "residual", "exact_steps")}
+    for section, key in ((section, key) for section, keys in of_one_loss.items() for key in keys):
         table = tables.get(section)
         if isinstance(table, dict) and table.get(key) not in (None, "home"):
             problems.append(f"{section}.{key} is of one loss, and there are tasks: leave it out")

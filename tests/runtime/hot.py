@@ -173,17 +173,21 @@ def one_device(
 
 @dataclass(frozen=True)
 class Case:
-    """Mini-batches, and how to train on them; `options` are those of `parallelize`."""
+    """Mini-batches, and how to train on them; `options` are those of `parallelize`, `watch(model)` returns what
+    hears of each step.
+    """
 
     batches: Sequence[list[Tensor]]
     options: dict[str, Any] = field(default_factory=dict)
     make: Callable[[], nn.Module] = make_llama
     optimizer: dict[str, Any] = field(default_factory=dict)
+    watch: Callable[[Any], Callable[[Any], object]] = lambda model: lambda report: None
 
     def run(self) -> dict[str, Any]:
         """Train on this rank."""
         model = parallel(self.make, **self.options)
         opt, found, reports, grads = adamw(model, **self.optimizer), [], [], {}
+        watch = self.watch(model)
         for turn, batch in enumerate(self.batches, 1):
             report = model.train_step(batch)
             found.append(report.loss)
@@ -193,6 +197,7 @@ class Case:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             opt.step()
             opt.zero_grad()
+            watch(report)
         params = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
         return {"losses": found, "grads": grads, "params": params, "reports": reports}
 
