@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpar
-from fxpar.errors import FxparWarning
+from fxpar.errors import FxparError, FxparWarning, ParallelizeError
 
 
 class Words(nn.Module):
@@ -95,3 +95,40 @@ def test_a_group_that_joins_another_is_logged_once(alone, caplog):
         session.log_merged(replace(report, merged=(), tasks={"pairs": report}))
     text = "<=16 joined <=64: too small to be worth a switch of its own (first in step 1)"
     assert [record.getMessage() for record in caplog.records if record.name == "fxpar"] == [text, f"pairs: {text}"]
+
+
+def test_strategies_change_in_a_run(alone):
+    """What runs as before is kept; what is wrong changes nothing."""
+    options = {"monitor": False, "token_budget": 64}
+    model = fxpar.parallelize(Words(), strategies={32: "dp1", 64: "dp1+remat"}, **options)
+    ahead = model.plan_ahead([[LABELLED]] * 3)
+    model.train_step(next(ahead))
+    before = model.fxpar_session
+    params, grads = dict(model.named_parameters()), {name: one.grad.clone() for name, one in model.named_parameters()}
+    with pytest.raises(FxparError, match="each strategy must use all 1 ranks"):
+        model.change_strategies({64: "dp2"})
+    assert model.fxpar_session is before
+    assert model.change_strategies({32: "dp1+chunks(2)", 64: "dp1"}, order=["dp1", "dp1+chunks(2)"]) is model
+    now = model.fxpar_session
+    assert now.compiled.logical is before.compiled.logical
+    assert now.programs["dp1"] is before.programs["dp1"]
+    assert now.engine.options.order == ("dp1", "dp1+chunks(2)")
+    assert [(group.limit, str(group.strategy)) for group in now.engine.groups] == [(32, "dp1+chunks(2)"), (64, "dp1")]
+    begun = []
+    now.engine.begin_plan = begun.append  # the session of before plans nothing any more
+    report = model.train_step(next(ahead))
+    assert begun == [[LABELLED]]
+    assert report.step == model.step_count == 2
+    for name, one in model.named_parameters():
+        assert one is params[name]
+        assert torch.allclose(one.grad.full_tensor(), 2 * grads[name].full_tensor(), rtol=1e-5, atol=1e-7)
+    assert (
+        model.change_strategies({64: "dp1"}, token_budget=128).fxpar_session.programs["dp1"] is not now.programs["dp1"]
+    )
+
+
+def test_strategies_of_tasks_change_with_their_tasks(alone):
+    task = fxpar.Task(shifting, strategies={64: "dp1"})
+    model = fxpar.parallelize(Words(), tasks={"words": task}, monitor=False)
+    with pytest.raises(ParallelizeError, match="call change_tasks"):
+        model.change_strategies({64: "dp1"})

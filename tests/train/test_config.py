@@ -183,6 +183,21 @@ def test_values_that_do_not_fit_together(word, error, expected):
     assert expected in message(word, error=error)
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["plan.exact_steps=3"], "plan.exact_steps is for experts that see means of rows: write +lsh(0.2)"),
+        (
+            ["strategies={512='dp4+lsh(0.2)'}", "plan.residual=0.5", "engine.compile=inductor"],
+            "plan.residual is measured",
+        ),
+        (["plan.residual=0"], "plan.residual = 0 must be more than 0"),
+    ],
+)
+def test_when_experts_see_all_rows(words, expected):
+    assert expected in message(*words)
+
+
 def test_a_model_in_place_of_a_configuration(tmp_path):
     script = tmp_path / "model.py"
     for path in (f"{script}:make", "hf:./folder"):

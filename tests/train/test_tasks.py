@@ -58,6 +58,7 @@ def test_values_and_defaults():
             ],
         ),
         (["engine.gradients=chain"], ["engine.gradients is of one loss"]),
+        (["plan.residual=0.5"], ["plan.residual is of one loss"]),
         (["strategies=auto"], ['"auto" and static are of one loss: give tasks strategies by length or rows']),
         (["task.text.strategies.static=dp3"], ["task.text.strategies.static is of one loss"]),
         (["task.text.strategies.x=dp3"], ["task.text.strategies.x is not a length in tokens"]),
