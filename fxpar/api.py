@@ -308,8 +308,8 @@ class ParallelModule(nn.Module):
         return self._changed(session, strategies=strategies, token_budget=budget, **named)
 
     def _changed(self, session: Session, **changed: Any) -> ParallelModule:
-        said_before = dict.fromkeys(("plan", "lengths", "tokens_per_step", "compiled", "weights"))
-        options = replace(session.options, **{**said_before, **changed})
+        said_before: dict[str, Any] = dict.fromkeys(("plan", "lengths", "tokens_per_step", "compiled", "weights"))
+        options = replace(session.options, **(said_before | changed))
         check_choice(options)
         with only_rank_0_warns():
             self.__dict__[_STATE] = change_session(self, session, options)
