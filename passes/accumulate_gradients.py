@@ -24,8 +24,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxpar.ir.graph import AnnotatedGraph, TensorMeta
-from fxpar.ir.node_meta import local_meta
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.node_meta import one_local
 from fxpar.ir.pass_base import Tier, right_behind, set_results
 from fxpar.ir.strategy import SINGLE
 
@@ -100,7 +100,7 @@ def _first_term(product: fx.Node) -> fx.Node | None:
 
 
 def _is_static(node: fx.Node) -> bool:
-    meta = _local(node)
+    meta = one_local(node)
     return meta is not None and all(isinstance(size, int) for size in meta.shape)
 
 
@@ -113,13 +113,7 @@ def _add_product(chain: list[fx.Node], accumulator: fx.Node) -> None:
             if node.target in _SWAPS:
                 view = graph.call_function(node.target, (view, *node.args[1:]))  # type: ignore[arg-type]
             else:
-                view = graph.call_function(aten.view.default, (view, list(_local(target).shape)))  # type: ignore[union-attr]
+                view = graph.call_function(aten.view.default, (view, list(one_local(target).shape)))  # type: ignore[union-attr]
             view.meta.update(target.meta)
     product.target = _PRODUCTS[product.target]
     product.args = (view, *product.args)
-
-
-def _local(node: fx.Node) -> Any:
-    """Local shape and dtype, if there is one tensor."""
-    found = local_meta(node)
-    return found if isinstance(found, TensorMeta) else None

@@ -142,10 +142,6 @@ def _operand(node: fx.Node) -> fx.Node:
     return node.args[0]  # type: ignore[return-value]
 
 
-def _row(meta: TensorMeta) -> TensorMeta:
-    return TensorMeta((1, *meta.shape), meta.dtype)
-
-
 def _fused(members: list[fx.Node], rows: Any, whole: bool, *, sent: bool) -> TensorMeta:
     metas: list[TensorMeta] = [local_tensor(_operand(m)) if sent else local_tensor(m) for m in members]
     count, total = rows(metas[0], whole)[0], 0

@@ -40,7 +40,7 @@ from fxpar.ir.pass_base import Tier, a_block_ahead, begin_of_backward, forward_o
 from fxpar.ir.serialize import OpOverload
 from fxpar.ir.strategy import Strategy
 from fxpar.remat import Storages, trace_storages
-from fxpar.torch_api.schemas import schema_of
+from fxpar.torch_api.schemas import writes
 
 own = torch.ops.fxpar
 _SMALL = 0.01  # of all bytes that may go: what the smallest values may be together, which stay
@@ -128,7 +128,7 @@ def _saved(
     before = [value, *(node for node, _ in used.takers if node in early)]
     before += [wait for node in before if collective_kind(node) for wait in node.users]
     last = max(before)
-    lasting = all(phase_of(node) == "body" and not _writes(node) for node, _ in used.takers)
+    lasting = all(phase_of(node) == "body" and not writes(node) for node, _ in used.takers)
     behind = last < turns and all(is_backward(node) for node, _ in reads)
     made_again = all(_is_view_of(operand, value, storage, storages) for _, operand in reads)
     if not (lasting and behind and made_again):
@@ -152,10 +152,6 @@ def _is_view_of(node: fx.Node, value: fx.Node, storage: int, storages: Storages)
             return False
         (node,) = operands
     return True
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and bool(schema_of(node.target).writes)
 
 
 def _by_block(movable: Iterable[_Saved]) -> list[list[_Saved]]:

@@ -24,8 +24,8 @@ import torch
 from torch import fx
 
 from fxpar.ir.exec_graph import collective_kind
-from fxpar.ir.graph import AnnotatedGraph, TensorMeta
-from fxpar.ir.node_meta import is_size, local_meta, phase_of
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.node_meta import is_size, one_local, phase_of
 from fxpar.ir.pass_base import Tier, forward_of
 from fxpar.ir.serialize import OpOverload
 from fxpar.ops.traits import IN_PLACE, OUT, RELABELS
@@ -124,14 +124,14 @@ class _Memory:
 
     def may_write(self, node: fx.Node, value: Any) -> bool:
         """Whether `node`, an elementwise op, may write its result over its operand `value`."""
-        if not isinstance(value, fx.Node) or is_size(value) or _meta(value) is None:
+        if not isinstance(value, fx.Node) or is_size(value) or one_local(value) is None:
             return False
         start = _source(value)
         return (
             self.of[value] == {start}
             and start.op == "call_function"
             and (_is_known(start) or start.target is operator.getitem)
-            and _meta(value) == _meta(node)
+            and one_local(value) == one_local(node)
             and self.last[start] == self.position[node]
             and self.sides[start] == {self._side(node)}
             and not any(o is not value and start in self.of[o] for o in node.all_input_nodes)
@@ -164,9 +164,3 @@ def _memory_of(node: fx.Node, known: dict[fx.Node, frozenset[fx.Node]]) -> froze
 
 def _is_known(node: Any) -> bool:
     return isinstance(node.target, OpOverload) and node.target.namespace in _TRUSTED
-
-
-def _meta(node: fx.Node) -> TensorMeta | None:
-    """Local shape and dtype; None for several results."""
-    found = local_meta(node)
-    return found if isinstance(found, TensorMeta) else None

@@ -64,7 +64,7 @@ class FxparCheckpointManager(CheckpointManager):
         def check() -> None:
             read_metadata(Path(checkpoint_id))  # DCP would hide the reason for a refusal
 
-        self._on_first_rank(check)
+        self._on_rank_0(check)
         dcp.load(state_dict, storage_reader=SafeReader(checkpoint_id), planner=SafePlanner())
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
@@ -92,9 +92,9 @@ class FxparCheckpointManager(CheckpointManager):
                 why = f"{other} saves to this folder; wait until that has ended, or set checkpoint.folder"
                 raise CheckpointInUseError(self.folder, why)
 
-        self._on_first_rank(claim)
+        self._on_rank_0(claim)
 
-    def _on_first_rank(self, work: Callable[[], None]) -> None:
+    def _on_rank_0(self, work: Callable[[], None]) -> None:
         """What rank 0 raises, every rank does."""
         group = group_of(None)
         agreed(group, work if rank_in(group)[0] == 0 else lambda: None, _Wrap(self.folder))

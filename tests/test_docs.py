@@ -23,7 +23,6 @@ from typing import Any
 
 import pytest
 
-from fxpar.cli.tasks_file import check_keys
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.search.plan_file import parse_plan
 from fxpar.train.config import parse_config
@@ -149,8 +148,6 @@ class Page:
             return
         if "nodes" in tables:
             ClusterSpec.from_dict(tables)
-        elif "tasks" in tables:
-            check_keys(block.where, tables)
         elif "fxpar_plan" in tables:
             assert parse_plan(block.text, block.where).groups
         else:

@@ -16,8 +16,8 @@ from torch import fx
 
 from fxpar.flow import token_symbol
 from fxpar.ir.dist_config import P, Placement, R, Shard
-from fxpar.ir.graph import AnnotatedGraph, TensorMeta
-from fxpar.ir.node_meta import local_meta, local_tensor
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.node_meta import local_metas, local_tensor
 from fxpar.ir.pass_base import ancestors, tensor_operands
 from fxpar.ir.serialize import OpOverload
 from fxpar.ops import layout
@@ -195,7 +195,7 @@ class _Spread:
         rule = rule_of(node.target) if isinstance(node.target, OpOverload) else None
         if rule is None:
             return None
-        view, _ = make_view(node, self.sizes, metas=_metas)
+        view, _ = make_view(node, self.sizes, metas=local_metas)
         for option in rule.cuts(view, self.chunks, (is_result, place), shard):
             fits = all(lies is None or lies == want for lies, want in zip(known, option.inputs, strict=True))
             if fits and all(isinstance(made, Shard) or made in (P, R) for made in option.outputs):
@@ -209,8 +209,3 @@ def _before(node: fx.Node, shard: Shard) -> list[Shard]:
     sections = dict.fromkeys([shard.sections, (1,) * rows if rows > 1 else ()])
     dims = range(len(local_tensor(node.args[0]).shape))
     return [Shard(dim, each) for dim in dims for each in sections]
-
-
-def _metas(node: fx.Node) -> tuple[TensorMeta | None, ...]:
-    found = local_meta(node)
-    return found if isinstance(found, tuple) else (found,)

@@ -87,7 +87,7 @@ def _planned(
                 "lower_bound_ms": one.bound_ms,
                 "groups": [
                     {
-                        "ranks": [team.first_rank, team.last_rank],
+                        "ranks": [team.ranks[0], team.ranks[-1]],
                         "predicted_ms": team.ms,
                         "lengths": list(team.lengths),
                         "sequences": batch.places[list(team.sequences)].tolist(),

@@ -1,4 +1,4 @@
-"""`fxpar tasks plan`: waves over several tasks, from a file of costs, without torch, or from that of a model."""
+"""`fxpar tasks plan`: waves over several tasks, from a file of costs, without torch, or from a run's configuration."""
 
 from __future__ import annotations
 
@@ -52,14 +52,12 @@ def _of_model(request: TasksRequest) -> tuple[TasksPlan, str | None, str]:
     """The plan, the configuration of a run that follows it, if that is asked for, and what the devices sustain. Raises
     TasksFileError.
     """
-    from fxpar.cli.tasks_file import read_model_tasks
-    from fxpar.cli.tasks_run import is_run, read_run_tasks
+    from fxpar.cli.tasks_run import read_run_tasks
     from fxpar.tasks import plan_tasks
 
-    run = read_run_tasks(request.file, request.devices, request.devices_per_node) if is_run(request.file) else None
-    if request.writes_run and run is None:
+    tasks = read_run_tasks(request.file, request.devices, request.devices_per_node)
+    if request.writes_run and not tasks.can_train:
         raise _no_run(request.file)
-    tasks = run.tasks if run else read_model_tasks(request.file, request.devices, request.devices_per_node)
     notes: list[str] = []
     with working("capturing") as status, collected_warnings(notes):
         steps = tasks.steps()
@@ -67,12 +65,12 @@ def _of_model(request: TasksRequest) -> tuple[TasksPlan, str | None, str]:
         found = plan_tasks(steps, tasks.cluster)
     for note in notes:
         stderr_console().print(f"note: {note}", markup=False)
-    of_run = run.planned(found.runs, steps) if run and request.writes_run and found.runs else None
+    of_run = tasks.planned(found.runs, steps) if request.writes_run and found.runs else None
     return found, of_run, str(tasks.cluster.sustained)
 
 
 def _no_run(file: str) -> TasksFileError:
-    do = "Give the configuration of a run, with [task.NAME] sections, or write a page: -o plan.html"
+    do = "Give each [task.NAME] of a configuration data, or write a page: -o plan.html"
     return TasksFileError(file, "", "it says nothing of data, so nothing can train as planned", do)
 
 

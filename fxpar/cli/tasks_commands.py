@@ -18,8 +18,8 @@ ACTIONS = ("plan",)
 class TasksRequest:
     """Plan several tasks that train together: which layers of which encoder run when, and on which devices.
 
-    That is Spindle's problem. ACTION is plan. Nothing runs: FILE names a model and its tasks, as a run does (TOML),
-    which are captured and priced, or says what a layer takes on how many devices (JSON).
+    That is Spindle's problem. ACTION is plan. Nothing runs: FILE is the configuration of a run with tasks
+    (TOML), which are captured and priced, or says what a layer takes on how many devices (JSON).
     """
 
     action: Annotated[str, typer.Argument(metavar="ACTION", help="plan.")]
@@ -31,7 +31,7 @@ class TasksRequest:
     ] = None
     file: Annotated[
         str,
-        typer.Argument(metavar="[FILE]", help="A TOML file of a model or run, or JSON of MetaOps.", show_default=False),
+        typer.Argument(metavar="[FILE]", help="A run's configuration (TOML), or MetaOps (JSON).", show_default=False),
     ] = ""
     case: Annotated[
         str | None,

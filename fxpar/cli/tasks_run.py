@@ -1,32 +1,59 @@
-"""The configuration of a run with tasks, planned: read without its strategies and ranks, and written with those of a
-plan, as `fxpar train` takes it.
+"""The configuration of a run with tasks, planned: read without its strategies and ranks, captured, and written with
+those of a plan, as `fxpar train` takes it.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxpar.cli.tasks_file import Model, ModelTasks
-from fxpar.errors import TasksFileError
+import torch
+from torch import nn
+
+from fxpar.cost.cluster import ClusterSpec, usual_cluster
+from fxpar.errors import TasksFileError, naming_task
 from fxpar.ir.axes import REPLICAS
 from fxpar.ir.graph import TOKENS, LogicalGraph
 from fxpar.ir.written import read
-from fxpar.tasks import TaskStep
+from fxpar.runtime.task import Task
+from fxpar.search.chosen import of_ranks
+from fxpar.tasks import TaskStep, captured
+from fxpar.train.config import described_cluster, parse_config
+from fxpar.train.task_source import task_model, tasks_of
 from fxpar.waves.runs import RunPlan
 
 
 @dataclass(frozen=True)
 class RunTasks:
-    """A configuration as tables, and its tasks. `limits` are the longest sequences or largest batches that it names."""
+    """A configuration as tables, and what it names: nothing is captured yet. `limits` are the longest sequences or
+    largest batches that it names.
+    """
 
     tables: Mapping[str, Any]
-    tasks: ModelTasks
+    module: nn.Module
+    tasks: Mapping[str, tuple[Task, int]]  # and how many batches each has in a step
+    cluster: ClusterSpec
+    precision: str | None
     limits: Mapping[str, int | None]
+
+    @property
+    def can_train(self) -> bool:
+        """Whether each task has data."""
+        return all("data" in task for task in self.tables["task"].values())
+
+    def steps(self) -> dict[str, TaskStep]:
+        """Captures. Raises the errors of `fxpar.capture`, with the name of the task."""
+        found = {}
+        for name, (task, batches) in self.tasks.items():
+            with naming_task(name):
+                found[name] = captured(self.module, task, batches, self.precision)
+        return found
 
     def planned(self, plan: RunPlan, steps: Mapping[str, TaskStep]) -> str:
         """As TOML, tasks in the order of the plan."""
@@ -43,26 +70,19 @@ class RunTasks:
         return to_toml({**others, "task": tasks})
 
 
-def is_run(path: str) -> bool:
-    """Whether a TOML file is the configuration of a run with tasks; what is wrong with it is left to who reads it."""
-    try:
-        return "task" in read(Path(path).read_text(encoding="utf-8"), "TOML")
-    except (OSError, ValueError):
-        return False
-
-
 def read_run_tasks(path: str, devices: int | None, devices_per_node: int) -> RunTasks:
-    """Raises TasksFileError for one that does not say how many ranks there are, and what `fxpar train` raises for a
-    configuration, its model and its functions.
+    """A configuration, for so many devices (None: as it says).
+
+    Raises TasksFileError for a file that cannot be read, has one loss, or does not say how many ranks there are, and
+    what `fxpar train` raises for a configuration, its model and its functions.
     """
-    import torch
-
-    from fxpar.cost.cluster import usual_cluster
-    from fxpar.search.chosen import of_ranks
-    from fxpar.train.config import described_cluster, parse_config
-    from fxpar.train.task_source import task_model, tasks_of
-
-    tables = read(Path(path).read_text(encoding="utf-8"), "TOML")
+    try:
+        tables = read(Path(path).read_text(encoding="utf-8"), "TOML")
+    except (OSError, ValueError) as error:
+        why = f"it cannot be read: {error}" if isinstance(error, OSError) else str(error)
+        raise TasksFileError(path, "", why, "Name a configuration with [task.NAME] sections") from None
+    if "task" not in tables:
+        raise TasksFileError(path, "task", "this run has one loss", "Plan it with fxpar plan, or add [task.NAME]")
     limits = _limits(tables)
     config = parse_config(to_toml(_unplanned(tables, limits)), path, Path(path).stem)
     count = devices or config.run.ranks
@@ -70,10 +90,10 @@ def read_run_tasks(path: str, devices: int | None, devices_per_node: int) -> Run
         raise TasksFileError(path, "run.ranks", "it is missing", "Write it, or --devices N")
     kind = "cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu"
     cluster = described_cluster(config.engine) or usual_cluster(count, devices_per_node, kind)
-    tasks = {name: (task, config.tasks[name].items) for name, task in tasks_of(config).items()}
-    model = Model(task_model(config, "meta"))
-    read_tasks = ModelTasks(path, model, tasks, of_ranks(cluster, count), config.precision.compute)
-    return RunTasks(tables, read_tasks, limits)
+    with redirect_stdout(sys.stderr):  # what a user's file prints must not stand in the JSON
+        tasks = {name: (task, config.tasks[name].items) for name, task in tasks_of(config).items()}
+        module = task_model(config, "meta")
+    return RunTasks(tables, module, tasks, of_ranks(cluster, count), config.precision.compute, limits)
 
 
 def _limits(tables: Mapping[str, Any]) -> dict[str, int | None]:

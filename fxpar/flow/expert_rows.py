@@ -18,13 +18,13 @@ from torch import fx
 from fxpar.errors import ExpertRowsError
 from fxpar.ir import collectives as c
 from fxpar.ir.axes import EXPERTS
-from fxpar.ir.graph import AnnotatedGraph, Size, TensorMeta
+from fxpar.ir.graph import AnnotatedGraph, Size
 from fxpar.ir.node_meta import (
     dists_of,
     fqn_of,
     is_backward,
     is_size,
-    local_meta,
+    local_metas,
     local_tensor,
     tensor_of,
     wanted_dists,
@@ -189,7 +189,7 @@ class _Walk:
         shape, rank = self.shape, len(self.shape)
         if node.target not in _DIMS and not is_elementwise(node.target):
             return f"is {node.target}, of which it is not known that it treats each row by itself"
-        results = [meta for meta in _metas(node) if meta is not None]
+        results = [meta for meta in local_metas(node) if meta is not None]
         moved = any(dim < rank for dim in _DIMS.get(node.target, _none)(node))
         if moved or any(meta.shape[:rank] != shape for meta in results):
             return "moves rows, or adds them up"
@@ -200,11 +200,6 @@ class _Walk:
                 if any(size != 1 for size in local_tensor(operand).shape[: max(0, own_dims)]):
                     return f"reads %{operand.name}, which has values of its own for each row"
         return ""
-
-
-def _metas(node: fx.Node) -> tuple[TensorMeta | None, ...]:
-    found = local_meta(node)
-    return found if isinstance(found, tuple) else (found,)
 
 
 def _none(node: fx.Node) -> list[int]:
@@ -218,7 +213,7 @@ def _at(position: int, default: int = 0) -> Any:
         operand: Any = node.args[0]
         whole = operand[0] if isinstance(operand, list | tuple) else operand
         found: Any = node.args[position] if len(node.args) > position else default
-        metas = [meta for meta in (*_metas(whole), *_metas(node)) if meta is not None]
+        metas = [meta for meta in (*local_metas(whole), *local_metas(node)) if meta is not None]
         rank = max(len(meta.shape) for meta in metas)
         return [dim % rank for dim in (found if isinstance(found, list | tuple) else [found])]
 

@@ -25,7 +25,7 @@ from fxpar.ir.serialize import OpOverload
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.strategy_text import MOST_RANKS
 from fxpar.ir.teams import lowered_for
-from fxpar.torch_api.schemas import schema_of
+from fxpar.torch_api.schemas import schema_of, writes
 
 _META = get_type_hints(NodeMeta)
 
@@ -267,7 +267,7 @@ def _check_writes(graph: fx.Graph, given: set[fx.Node]) -> None:
             base[node] = {node} & given
             continue
         base[node] = set().union(*(base[operand] for operand in _shared(node)))
-        if isinstance(node.target, OpOverload) and schema_of(node.target).writes and base[node]:
+        if writes(node) and base[node]:
             raise GraphFormatError(f"%{node.name} ({node.target}) writes to an input of the graph")
 
 

@@ -21,6 +21,7 @@ _SHORT = {
     "uint8": "u8",
     "bool": "b8",
 }
+SHORT_DTYPES = frozenset(_SHORT.values())
 
 
 def parse_dtype_name(name: str) -> torch.dtype:

@@ -77,6 +77,18 @@ def local_meta(node: fx.Node) -> TensorMeta | tuple[TensorMeta | None, ...] | No
     return node.meta.get("local", node.meta.get("tensor"))
 
 
+def local_metas(node: fx.Node) -> tuple[TensorMeta | None, ...]:
+    """The same as a tuple, with None for an integer."""
+    found = local_meta(node)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def one_local(node: fx.Node) -> TensorMeta | None:
+    """What one rank has of the one result of a node; None for several results, and for an integer."""
+    found = local_meta(node)
+    return found if isinstance(found, TensorMeta) else None
+
+
 def dist_of(node: Any) -> DistConfig:
     """Placement of the one result of a node."""
     return node.meta["dist"]

@@ -23,9 +23,10 @@ from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import AnnotatedGraph, Output
 from fxpar.ir.markers import vary
 from fxpar.ir.node_meta import comm_of, dist_of, is_on_host, is_size, phase_of, tensor_of
-from fxpar.lowering.verify import misfit, writes
+from fxpar.lowering.verify import misfit
 from fxpar.ops.copies import copies, within_capacity
 from fxpar.rules.view import ring_of
+from fxpar.torch_api.schemas import writes
 
 
 @dataclass(frozen=True)

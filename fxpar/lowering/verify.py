@@ -38,7 +38,7 @@ from fxpar.rules.own_ops import (
 )
 from fxpar.rules.table import options, passing
 from fxpar.rules.view import Sizes, call_key, is_op, make_view
-from fxpar.torch_api.schemas import schema_of
+from fxpar.torch_api.schemas import schema_of, writes
 
 _COPIES = {torch.ops.aten.clone.default, torch.ops.aten.alias.default}
 
@@ -142,11 +142,6 @@ def _has_shape(node: fx.Node) -> bool:
         return True  # an assertion
     several = metas if isinstance(metas, tuple) else ()
     return isinstance(metas, TensorMeta) or (bool(several) and all(isinstance(m, TensorMeta | None) for m in several))
-
-
-def writes(node: fx.Node) -> bool:
-    """Whether a call writes over an operand."""
-    return isinstance(node.target, OpOverload) and bool(schema_of(node.target).writes)
 
 
 def misfit(graph: AnnotatedGraph, nodes: Iterable[fx.Node] | None = None) -> str:

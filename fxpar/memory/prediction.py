@@ -157,7 +157,7 @@ def prediction_of(fields: Mapping[str, Any]) -> MemoryPrediction:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What the ranks `ranks[0]` to `ranks[1]` hold; `series` is above `level_bytes`.
+    """What the ranks `ranks[0]` to `ranks[1]` hold; `series` is above state and accumulators.
 
     The series is that of a micro-batch which adds to gradients of earlier ones, if there are several; with pipeline
     stages that of the schedule.
@@ -171,11 +171,6 @@ class RankMemory:
     def accumulator_bytes(self) -> int:
         """Gradients of earlier micro-batches, as far as the series does not count them."""
         return self.prediction.step_bytes - self.prediction.body.total_bytes
-
-    @property
-    def level_bytes(self) -> int:
-        """What is there at all moments."""
-        return self.prediction.state_bytes + self.accumulator_bytes
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fxpar.ir.node_meta import local_meta
 from fxpar.ops import copies
 from fxpar.ops.traits import DOCUMENTS_AT
 
-own, aten = torch.ops.fxpar, torch.ops.aten
+own = torch.ops.fxpar
 Shape = tuple[int, ...]
 Sizes = Callable[[Any], Shape]
 

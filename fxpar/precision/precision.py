@@ -67,11 +67,6 @@ class Precision:
             if not _GLOB.fullmatch(glob):
                 raise PrecisionSyntaxError(f"fp32({glob})", glob, "this is not a glob over module FQNs")
 
-    @property
-    def travel_dtype(self) -> torch.dtype:
-        """The dtype in which gradients travel to the home layout."""
-        return self.accumulate_dtype if self.reduce_dtype is None else self.reduce_dtype
-
     @classmethod
     def parse(cls, text: str) -> Precision:
         """The inverse of `str`; long names of dtypes (`bfloat16`) are read too.

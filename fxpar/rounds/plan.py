@@ -16,19 +16,16 @@ from fxpar.rounds.work import Filling, Work, longest_ms
 
 @dataclass(frozen=True)
 class Team:
-    """Ranks `first_rank` to `first_rank + degree - 1` with these sequences: their places in what was planned, and their
-    lengths. It takes `ms`.
-    """
+    """`ranks` with these sequences: their places in what was planned, and their lengths. It takes `ms`."""
 
-    first_rank: int
-    degree: int
+    ranks: range
     sequences: tuple[int, ...]
     lengths: tuple[int, ...]
     ms: float
 
     @property
-    def last_rank(self) -> int:
-        return self.first_rank + self.degree - 1
+    def degree(self) -> int:
+        return len(self.ranks)
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ def _team(work: Work, team: Filling, first: int) -> Team:
     members = sorted(team.members)
     sequences = tuple(int(one) for one in work.places[members])
     lengths = tuple(int(one) for one in work.lengths[members])
-    return Team(first, work.degrees[team.row], sequences, lengths, team.load_ms)
+    return Team(range(first, first + work.degrees[team.row]), sequences, lengths, team.load_ms)
 
 
 def homogeneous_ms(

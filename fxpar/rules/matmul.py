@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
 from fxpar.rules.option import ABSENT, Factor, OpView
-
-aten = torch.ops.aten
 
 
 def mm_factors(op: OpView) -> list[Factor]:

@@ -199,7 +199,7 @@ class PlainCalls:
         place = self._place(layout, gradients)
         placements = gradient_placements(program)
         if placements:
-            home = ParamLayout("home", store.home.world, {fqn: store.home.params[fqn] for fqn in placements})
+            home = store.home.only(placements)
             name, planner = f"plain {self.strategy}", self.switching.schedule.planner
             plan = cheapest_reduction(placements, home, self.cluster, name, options.staging_bytes, planner)
             plan.verify()

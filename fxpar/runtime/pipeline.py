@@ -172,13 +172,13 @@ class BoundPipeline:
                 with spans.span(step.part, step.micro_batch, step.stage):
                     self._act(step, plan, group)
             elif isinstance(step, Receive):
-                self._receive(step.transfer, plan, group)
+                self._receive(step.transfer, group)
             elif isinstance(step, Wait):
                 self._begin(step.transfer, group)
                 with spans.span("wait", step.transfer.micro_batch, step.transfer.target):
                     self._wait(step.transfer, group)
             else:
-                self._send(step, plan, group)
+                self._send(step, group)
         for work, _ in group.sending:
             work.wait()
 
@@ -280,7 +280,7 @@ class BoundPipeline:
         if made and 0 <= out.target < plan.stages:
             group.received[out] = made  # until the step that sends it, which comes next
 
-    def _send(self, step: Send, plan: Schedule, group: _Group) -> None:
+    def _send(self, step: Send, group: _Group) -> None:
         transfer = step.transfer
         values = group.received.pop(transfer, {})
         dims = group.dims[transfer.micro_batch]
@@ -293,7 +293,7 @@ class BoundPipeline:
         group.sends -= 1
         self._hand_over({}, group)
 
-    def _receive(self, transfer: Transfer, plan: Schedule, group: _Group) -> None:
+    def _receive(self, transfer: Transfer, group: _Group) -> None:
         self._batch(transfer.micro_batch, group)
         dims = group.dims[transfer.micro_batch]
         arriving = group.arriving[transfer] = []

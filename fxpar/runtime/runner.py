@@ -20,8 +20,8 @@ from fxpar.runtime.arrivals import Arrivals, hand_over, wait_before_use
 from fxpar.runtime.expert_rows import ExpertRows
 from fxpar.runtime.gloo import graph_of_rank
 from fxpar.runtime.host import CudaStreams, HostCopies, copy_beside_kernels
-from fxpar.torch_api.boxed import compile_boxed
 from fxpar.torch_api.inductor import compile_whole
+from fxpar.torch_api.modules import compile_boxed
 
 Backend = Literal["eager", "inductor"]
 Values = Sequence[Any] | Mapping[int, Any]

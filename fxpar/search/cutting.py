@@ -50,9 +50,6 @@ class StageOption:
         borders = sum(self.border_s[a][b] for a, b in borders_of(counts)) if self.border_s else 0.0
         return self.ends_s[place] + layers + borders
 
-    def nbytes(self, place: int, counts: Sequence[int]) -> int:
-        return self.ends_bytes[place] + sum(n * one for n, one in zip(counts, self.layer_bytes[place], strict=True))
-
     def sync(self, place: int, counts: Sequence[int]) -> float:
         layers = sum(n * one for n, one in zip(counts, self.layer_sync_s, strict=True)) if self.layer_sync_s else 0.0
         return layers + (self.sync_s[place] if self.sync_s else 0.0)

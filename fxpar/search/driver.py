@@ -103,7 +103,7 @@ class _Search:
         left = [(shape, 0) for shape in self.problem.shapes]
         while left:
             following = [self._add(*one) for one in left]
-            left = [one for one in following if one is not None and self._may_help(*one)]
+            left = [one for one in following if one is not None and self._may_help(one[0])]
         if not self.candidates:
             raise NoCandidateError(f"{name}: {why}" for name, why in self.known.refused.items())
         if not self.problem.teams:
@@ -142,7 +142,7 @@ class _Search:
         flat = self.known.candidate(without_stages(strategy), self.said)
         return None if flat is None else StagedGuess(strategy, self.problem.cluster, self.known.anchors, flat)
 
-    def _may_help(self, shape: Strategy, level: int) -> bool:
+    def _may_help(self, shape: Strategy) -> bool:
         """Whether a shape that saves memory could be fastest for some lengths of some mini-batch: at best it is as fast
         as without saving, in micro-batches as large as one could want.
         """

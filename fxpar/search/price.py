@@ -30,7 +30,6 @@ from fxpar.memory import MemoryPrediction, RankMemory, memory_over_time, steady_
 from fxpar.passes.share_weights import ALIGN_BYTES
 from fxpar.schedule.mini_batch import Pace
 from fxpar.store.home import ParamSpec, home_layout, param_specs
-from fxpar.switch.layout import ParamLayout
 from fxpar.switch.node_first import cheapest_cost
 from fxpar.switch.terms import GradientPlacement, gradient_placements
 
@@ -351,7 +350,7 @@ def _home_s(
 ) -> float:
     """Seconds in which gradients go home; once for all strategies under which they lie alike."""
     home, sources = home_layout(specs, world), dict(terms)
-    target = ParamLayout("home", home.world, {fqn: home.params[fqn] for fqn in home.params if fqn in sources})
+    target = home.only(sources)
     return cheapest_cost(sources, target, cluster, sums_bytes=STAGING_BYTES).predicted_s
 
 

@@ -112,7 +112,6 @@ class StageBuilder:
             received=_named(received),
             sent=_named(sent),
             gradients_received=_named(tangents),
-            gradients_sent=_named(gradients),
         )
 
     def _members(self, results: Iterable[fx.Node]) -> list[fx.Node]:

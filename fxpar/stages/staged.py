@@ -31,7 +31,6 @@ class StageGraph(LogicalGraph):
     received: tuple[Crossing, ...] = field(kw_only=True)
     sent: tuple[Crossing, ...] = field(kw_only=True)
     gradients_received: tuple[Crossing, ...] = field(kw_only=True)
-    gradients_sent: tuple[Crossing, ...] = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -61,14 +60,6 @@ class StagedGraph:
     def params(self, stage: int) -> tuple[str, ...]:
         """FQNs of the parameters of a stage."""
         return tuple(info.fqn for info in self.stages[stage].params())
-
-    def activations(self, boundary: int) -> tuple[Crossing, ...]:
-        """What goes from stage `boundary` to stage `boundary + 1`."""
-        return self.stages[boundary].sent
-
-    def gradients(self, boundary: int) -> tuple[Crossing, ...]:
-        """What goes from stage `boundary + 1` to stage `boundary`."""
-        return self.stages[boundary].gradients_received
 
     def __str__(self) -> str:
         lines = [f"{self.name} in {len(self.stages)} stages"]

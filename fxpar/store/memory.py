@@ -80,7 +80,7 @@ def memory_report(
     worst = max(plans, key=lambda plan: plan.nbytes)
     return MemoryReport(
         home_bytes=home.max_bytes(),
-        home_gradient_bytes=_only(home, trained).max_bytes(),
+        home_gradient_bytes=home.only(trained).max_bytes(),
         resident_bytes=worst.pool_bytes("resident"),
         arena_bytes=worst.pool_bytes("arena"),
         gradient_bytes=reserved_gradients(map(_gradient_bytes, programs.values()), overlap),
@@ -95,10 +95,6 @@ def reserved_gradients(nbytes: Iterable[int], overlap: bool) -> int:
     leave while the next group runs the two largest.
     """
     return sum(sorted(nbytes)[-2 if overlap else -1 :])
-
-
-def _only(layout: ParamLayout, names: set[str]) -> ParamLayout:
-    return ParamLayout(layout.name, layout.world, {f: p for f, p in layout.params.items() if f in names})
 
 
 def _gradient_bytes(program: Program) -> int:

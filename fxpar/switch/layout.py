@@ -7,7 +7,7 @@ embedding, which two stages have, has two.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,6 +49,10 @@ class ParamLayout:
                 if dist.mesh.last >= self.world:
                     raise LayoutError(self.name, f"{fqn} is placed on ranks up to {dist.mesh.last} of {self.world}")
                 dist.local_shape(param.shape)  # raises PlacementError where a strided shard does not divide
+
+    def only(self, names: Collection[str]) -> ParamLayout:
+        """Of the parameters with these FQNs."""
+        return replace(self, params={fqn: param for fqn, param in self.params.items() if fqn in names})
 
     def with_dtype(self, dtype: torch.dtype) -> ParamLayout:
         """The same layout with all tensors in `dtype`."""

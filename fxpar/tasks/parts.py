@@ -39,7 +39,7 @@ def parts_of(forward: Forward) -> tuple[list[Part], set[tuple[int, int]]]:
     found = _acyclic(forward, chains(forward))
     owner = {node: i for i, part in enumerate(found) for node in part.calls}
     rest = [node for node in forward.calls if node not in owner]
-    keys = _surroundings(forward, owner, len(found))
+    keys = _surroundings(forward, owner)
     groups: dict[tuple[int, int], Part] = {}
     for node in rest:
         groups.setdefault(keys[node], Part((), [])).before.append(node)
@@ -74,7 +74,7 @@ def _seconds(forward: Forward, calls: Iterable[fx.Node]) -> Fraction:
     return sum((forward.seconds[node] for node in calls), Fraction(0))
 
 
-def _surroundings(forward: Forward, owner: dict[fx.Node, int], count: int) -> dict[fx.Node, tuple[int, int]]:
+def _surroundings(forward: Forward, owner: dict[fx.Node, int]) -> dict[fx.Node, tuple[int, int]]:
     """By call outside of chains the sets of chains, as bits, that it needs and that need it."""
     members: dict[int | fx.Node, list[fx.Node]] = {}
     for node in forward.calls:

@@ -9,6 +9,10 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+from torch import fx
+
+from fxpar.ir.serialize import OpOverload
+
 
 @dataclass(frozen=True)
 class Argument:
@@ -47,3 +51,8 @@ def schema_of(op: Any) -> Schema:
         tuple(a.name for a in found.arguments if a.alias_info is not None and a.alias_info.is_write),
         frozenset(op.tags),
     )
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a call writes over an operand."""
+    return isinstance(node.target, OpOverload) and bool(schema_of(node.target).writes)

@@ -44,7 +44,7 @@ def make_functional(gm: fx.GraphModule, signature: Signature, world: FakeWorld) 
         _drop_expands(gm)
         renaming = _Renaming(gm, signature, world)
         if not renaming.possible():
-            gm = _functionalize(gm, signature, world)
+            gm = _functionalize(gm, world)
             renaming = _Renaming(gm, signature, world)
             assert renaming.possible(), "functionalize left a write through a view"
         written = renaming.run()
@@ -246,7 +246,7 @@ class _Again(fx.Interpreter):
             raise UnsupportedOpError(what, "Make it a buffer.", n.meta.get("fqn"), source_of(n)) from error
 
 
-def _functionalize(gm: fx.GraphModule, signature: Signature, world: FakeWorld) -> fx.GraphModule:
+def _functionalize(gm: fx.GraphModule, world: FakeWorld) -> fx.GraphModule:
     """The same graph traced through `torch.func.functionalize`; metas are those of the nodes that were running."""
     again = _Again(gm, garbage_collect_values=False)
     again.extra_traceback = False  # of nodes, which no user knows

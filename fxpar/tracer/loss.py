@@ -21,8 +21,6 @@ from fxpar.tracer.context import CaptureContext, Mean
 from fxpar.tracer.counts import CASTS, SCALINGS, is_of_parameters, is_static, is_whole, out_of_place
 from fxpar.tracer.means import check_sum
 
-aten = torch.ops.aten
-
 
 def as_sum(loss: Any, context: CaptureContext) -> tuple[Tensor, Averaged | None]:
     """The loss as a sum over tokens, and the mean that it was. Raises LossError, MeanLossError."""

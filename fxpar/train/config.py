@@ -283,7 +283,7 @@ def _of_tasks(tables: dict[str, Any], source: str, name: str, problems: list[str
     sections = _sections({**tables, "data": {"source": "", "tokenizer": ""}, "strategies": {}}, problems)
     if not problems:
         config = TrainConfig(name=name, strategies=strategies, tasks=tasks, **sections)
-        problems += [*task_problems(tasks, strategies, config.run.ranks), *_value_problems(config)]
+        problems += task_problems(tasks, config.model.name, strategies, config.run.ranks) + _value_problems(config)
         _tokenizer(config, problems)
         if not problems:
             return config

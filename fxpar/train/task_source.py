@@ -14,6 +14,7 @@ from fxpar.batching import LengthGroup, length_groups
 from fxpar.batching.lengths import length_limits
 from fxpar.batching.planner import by_group
 from fxpar.errors import (
+    ConfigError,
     ModelLengthError,
     ResumeError,
     SequenceTooLongError,
@@ -21,13 +22,14 @@ from fxpar.errors import (
     muted_warnings,
     naming_task,
 )
+from fxpar.ir.dtype_names import dtype_of_short
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.teams import formations
 from fxpar.losses import next_token_labels
 from fxpar.lowering.driver import check_strategy
 from fxpar.lowering.pipeline import cut
-from fxpar.models.loaded import cast_batch
+from fxpar.models.loaded import LoadedModel, cast_batch
 from fxpar.models.loaders import is_function
 from fxpar.models.user_function import find_function, load_module
 from fxpar.precision.precision import parse_dtype
@@ -37,7 +39,7 @@ from fxpar.runtime.task import Task
 from fxpar.tracer.finish import without_unread
 from fxpar.train.config import TrainConfig
 from fxpar.train.model import freeze, texts_of
-from fxpar.train.tasks import function_place
+from fxpar.train.tasks import example_of, function_place
 
 Item = Tensor | Mapping[str, Tensor]
 Items = Callable[[int], Item]
@@ -52,21 +54,24 @@ def task_model(config: TrainConfig, device: str = "cpu") -> nn.Module:
     if is_function(name):
         model = load_module(name, options, dtype=dtype, device=device, seed=config.run.seed)
     else:
-        how: dict[str, Any] = {"dtype": dtype, "device": device, "seed": config.run.seed, "noise": False}
-        model = fxpar.models.load(name, options=options, **how).model
+        model = _by_name(config, device).model
     freeze(model, config.model.train)
     return model
 
 
+def _by_name(config: TrainConfig, device: str = "meta") -> LoadedModel:
+    """A model by name, with the loss and the batch that it brings."""
+    name, options, dtype = config.model.name, texts_of(config), parse_dtype(config.precision.parameters)
+    return fxpar.models.load(name, options=options, dtype=dtype, device=device, seed=config.run.seed, noise=False)
+
+
 def tasks_of(config: TrainConfig) -> dict[str, Task]:
     """What `fxpar.parallelize` is given. Item 0 of a task is its example. Raises ModelFunctionError, TaskDataError."""
-    found, model = {}, config.model.name
+    found = {}
     for name, task in config.tasks.items():
-        place = function_place(task.loss, model)
-        loss = find_function(place, *_place_and_name(place))
         found[name] = Task(
-            loss=loss,
-            example=_example(items_of(config, name)(0)),
+            loss=_by_name(config).loss_fn if task.loss is None else _function(config, task.loss),
+            example=_example_batch(config, name),
             weight=task.weight,
             strategies=dict(task.by_length(())) or None,
             token_budget=task.token_budget,
@@ -79,10 +84,13 @@ def tasks_of(config: TrainConfig) -> dict[str, Task]:
 def items_of(config: TrainConfig, name: str) -> Items:
     """The function of a task's items: floating-point tensors are in the dtype of the model.
 
-    Raises ModelFunctionError; the function raises TaskDataError for an item that is none.
+    Raises ModelFunctionError, and ConfigError for a task without data; the function raises TaskDataError for an item
+    that is none.
     """
-    place = function_place(config.tasks[name].data, config.model.name)
-    function = find_function(place, *_place_and_name(place))
+    data = config.tasks[name].data
+    if data is None:
+        raise ConfigError(config.name, [f"task.{name}.data is missing: without it a task is planned, and not trained"])
+    function, place = _function(config, data), function_place(data, config.model.name)
     dtype = parse_dtype(config.precision.parameters)
 
     def item(number: int) -> Item:
@@ -148,9 +156,24 @@ def _in_words(found: object) -> str:
     return f"a tensor {found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
 
 
-def _place_and_name(text: str) -> tuple[str, str]:
-    place, _, name = text.rpartition(":")
-    return place, name
+def _function(config: TrainConfig, text: str) -> Callable[..., Any]:
+    spec = function_place(text, config.model.name)
+    place, _, name = spec.rpartition(":")
+    return find_function(spec, place, name)
+
+
+def _example_batch(config: TrainConfig, name: str) -> Mapping[str, Tensor]:
+    """What a task is captured with: item 0, or tensors like its example, without memory, or the batch of the model."""
+    task = config.tasks[name]
+    if task.data is not None:
+        return _example(items_of(config, name)(0))
+    if task.example is None:
+        return _by_name(config).example_batch
+    found = {}
+    for key, text in task.example.items():
+        dtype, sizes = example_of(text)
+        found[key] = torch.empty(sizes, dtype=dtype_of_short(dtype), device="meta")
+    return found
 
 
 def _example(item: Item) -> Mapping[str, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,12 +11,15 @@ from typing import Any
 
 from fxpar.batching import length_groups
 from fxpar.errors import FxparError
+from fxpar.ir.dtype_names import SHORT_DTYPES
 from fxpar.ir.teams import formations
 from fxpar.ir.written import is_task_name, read
 from fxpar.train.schema import from_table, shown
 from fxpar.train.strategies import AUTO, STATIC, read_strategies
 
 Strategies = tuple[tuple[int, str], ...]
+_TENSOR = re.compile(r"\s*(\w+)\s*\[((?:\s*\d{1,18}\s*,)*(?:\s*\d{1,18})?)\s*\]\s*")
+_MOST_ELEMENTS = 2**40  # of a tensor of an example: what a model makes of it has sizes that do not overflow
 
 
 @dataclass(frozen=True)
@@ -23,11 +28,15 @@ class TaskConfig:
     and a batch, and the item of a number, a sequence (ids [T]) or a batch. A mini-batch has `items` of them. Those of
     the first `validation` numbers are held out. The rest is as in `fxpar.Task`; `strategies` is as in [strategies], and
     has none where the task runs under these.
+
+    A model by name brings a loss and a batch, for tasks that name none. A task without `data` can be planned and not
+    trained: its batch is like `example`, dtype and shape by key (`f32[8, 3, 16, 16]`).
     """
 
-    loss: str
-    data: str
     items: int = field(metadata={"least": 1})
+    loss: str | None = None
+    data: str | None = None
+    example: dict[str, Any] | None = None
     weight: float = field(default=1.0, metadata={"above": 0})
     strategies: dict[str, Any] = field(default_factory=dict)
     token_budget: int | None = field(default=None, metadata={"least": 1})
@@ -86,9 +95,9 @@ def one_loss_problems(tables: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def task_problems(tasks: Tasks, strategies: Strategies, ranks: int | None) -> list[str]:
+def task_problems(tasks: Tasks, model: str, strategies: Strategies, ranks: int | None) -> list[str]:
     """What is wrong with tasks, the strategies beside them, and the number of ranks, if it is said."""
-    found = []
+    found = _function_problems(tasks, model)
     world = world_of(tasks, strategies, ranks)
     for name, task in tasks.items():
         own = task.by_length(strategies)
@@ -104,6 +113,20 @@ def task_problems(tasks: Tasks, strategies: Strategies, ranks: int | None) -> li
         except FxparError as error:
             found.append(f"task.{name}: {error}")
     return found
+
+
+def _function_problems(tasks: Tasks, model: str) -> list[str]:
+    """What a model by name brings, and a function does not."""
+    from fxpar.models.loaders import is_function
+
+    if not is_function(model):
+        return []
+    found = [f"task.{name}.loss is missing (a text)" for name, task in tasks.items() if task.loss is None]
+    return found + [
+        f"task.{name}.data is missing (a text), or, for a plan alone, an example"
+        for name, task in tasks.items()
+        if task.data is None and task.example is None
+    ]
 
 
 def world_of(tasks: Tasks, strategies: Strategies, ranks: int | None) -> int:
@@ -140,9 +163,31 @@ def _fits(task: TaskConfig, where: str, problems: list[str]) -> bool:
             problems.append(f'{where}.dynamic.{key} = {shown(dims)} must name dims by number, such as {{ 0 = "B" }}')
     for key in ("loss", "data"):
         text = getattr(task, key)
-        if not text.strip() or text.endswith(":"):
+        if text is not None and (not text.strip() or text.endswith(":")):
             problems.append(f"{where}.{key} = {shown(text)} must name a function: FILE.py:NAME, or NAME")
+    if task.data is not None and task.example is not None:
+        problems.append(f"{where}.example is for a task without data: item 0 is the example of this one")
+    for key, text in (task.example or {}).items():
+        if why := _no_tensor(text):
+            problems.append(f'{where}.example.{key} = {shown(text)} {why}, such as "f32[8, 3, 16, 16]" or "i64[1, 64]"')
     return len(problems) == before
+
+
+def example_of(text: str) -> tuple[str, list[int]]:
+    """Dtype and sizes of `f32[8, 3, 16, 16]`; as `_fits` allows it."""
+    dtype, _, sizes = text.strip().removesuffix("]").partition("[")
+    return dtype.strip(), [int(size) for size in sizes.split(",") if size.strip()]
+
+
+def _no_tensor(text: object) -> str:
+    """What is wrong with a text that should say dtype and shape, or an empty string."""
+    match = _TENSOR.fullmatch(text) if isinstance(text, str) else None
+    if match is None or match[1] not in SHORT_DTYPES:
+        return "must be dtype and shape"
+    _, sizes = example_of(match[0])
+    if not sizes or min(sizes) < 1:
+        return "must have sizes of 1 or more"
+    return "must have at most 2**40 elements" if math.prod(sizes) > _MOST_ELEMENTS else ""
 
 
 def has_tasks(path: str | Path) -> bool:

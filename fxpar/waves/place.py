@@ -12,7 +12,6 @@ from fxpar.waves.order import Piece, Problem
 
 _GRADIENTS = 1 / 8  # of the states of Adam in mixed precision: 2 of 16 bytes
 _MOST_TRIES = 2000  # pieces that are placed anew because memory did not suffice
-_NEVER = 1e12
 
 
 @dataclass(frozen=True)

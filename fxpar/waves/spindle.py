@@ -121,8 +121,3 @@ def _without(left: Sequence[Share], wave: Sequence[Piece]) -> list[Share]:
         if gone < one.layers:
             found.append(replace(one, layers=one.layers - gone))
     return found
-
-
-def barrier_ms(problem: Problem, found: Sequence[Sequence[Piece]]) -> float:
-    """What waves take if each begins when the one before has ended, transfers aside."""
-    return sum(max(problem.curves[piece.metaop].ms[piece.width] * piece.layers for piece in wave) for wave in found)

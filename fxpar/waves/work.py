@@ -83,9 +83,6 @@ class Devices:
             if not (_is_number(value) and value > 0):
                 raise TaskGraphError(f"devices, {key}", f"{value!r} cannot be", "Write a number above 0")
 
-    def node(self, device: int) -> int:
-        return device // self.per_node
-
     @property
     def nodes(self) -> int:
         return -(-self.count // self.per_node)

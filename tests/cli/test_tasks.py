@@ -13,7 +13,6 @@ import typer
 
 from fxpar.cli.tasks import ranges, run_tasks
 from fxpar.cli.tasks_commands import TasksRequest
-from fxpar.cli.tasks_file import read_model_tasks
 from fxpar.cli.tasks_run import RunTasks, read_run_tasks, to_toml
 from fxpar.errors import ConfigError, DynamicDimError, FitsNoDevicesError, OutputError, TaskGraphError, TasksFileError
 from fxpar.train.config import read_config
@@ -125,12 +124,15 @@ def example():
     return {"x": torch.ones(4, 8)}
 """
 TASKS = """
-model = "towers.py:build"
-devices = 1
+[model]
+name = "towers.py:build"
 
-[tasks.both]
-loss = "towers.py:loss"
-batches = 2
+[run]
+ranks = 1
+
+[task.both]
+loss = "loss"
+items = 2
 dynamic = {x = {0 = "B"}}
 example = {x = "f32[4, 8]"}
 """
@@ -150,7 +152,7 @@ def test_a_plan_of_a_model(of_model, capsys):
     run_tasks(TasksRequest("plan", None, of_model, json="plan.json", output="plan.html"))
     out, err = capsys.readouterr()
     assert err.splitlines().count("note: that is slow") == 1
-    assert "tasks.toml on 1 devices: 2 MetaOps; predicted for devices of 300 TFLOP/s and" in out
+    assert "tasks.toml on 1 devices: 2 MetaOps; predicted for devices of " in out
     assert "strategy" in out
     piece = json.loads(Path("plan.json").read_text())["pieces"][0]
     assert (piece["task"], piece["strategy"], piece["layers"]) == ("both", "dp1", [0, 1])
@@ -203,7 +205,7 @@ def test_a_run_is_written_as_planned(of_run, capsys):
         assert one.ranks == (mine["ranks"] if len(mine["ranks"]) < 2 else None)
         assert (one.loss, one.items) == ("loss", before["task"][name]["items"])
     assert (found.tasks["first"].weight, found.tasks["first"].dims) == (0.5, {"x": {0: "B"}})
-    assert read_run_tasks("planned.toml", None, 8).tasks.cluster.world == 2  # what a plan wrote can be planned again
+    assert read_run_tasks("planned.toml", None, 8).cluster.world == 2  # what a plan wrote can be planned again
 
 
 def test_runs_that_cannot_be_planned(of_run, of_model):
@@ -227,52 +229,58 @@ def test_tables_are_written_as_they_were():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("model =", "modle =", "'tasks.toml', modle: this key is unknown; did you mean 'model'"),
-        ('loss = "towers.py:loss"', "", r"tasks.both: it has no loss, nor has the model. Write loss ="),
-        ("f32[4, 8]", "f33[4, 8]", r"tasks.both.example.x: 'f33\[4, 8\]' is no tensor"),
-        ("f32[4, 8]", "f32[4 4, 8]", r"tasks.both.example.x: 'f32\[4 4, 8\]' is no tensor"),
-        ("f32[4, 8]", f"f32[{'9' * 5000}]", "is no tensor"),
-        ("f32[4, 8]", "f32[0, 8]", "has a size below 1"),
-        ("f32[4, 8]", f"f32[{2**40}, 8]", r"has more than 2\*\*40 elements"),
-        ("[tasks.both]", '[tasks.""]', "'' is no name of a task"),
-        ("[tasks.both]", '[tasks."a:b/c"]', "'a:b/c' is no name of a task"),
-        ("[tasks.both]", '[tasks."\\u001b"]', r"'\\x1b' is no name of a task"),
-        ("batches = 2", "batches = 0", "tasks.both.batches: 0 is no number of batches"),
-        ("batches = 2", 'batches = "2"', "tasks.both.batches: '2' is not a number"),
-        ('{0 = "B"}', "{0 = 1}", "tasks.both.dynamic.x: .* are no dims with names"),
-        ('{x = "f32[4, 8]"}', '"towers.py:build"', "tasks.both.example: it returned Sequential"),
-        ("[tasks.both]", "[tasks.both", "it is no TOML"),
-        ("devices = 1", "devices = 0", "0 is no number of devices"),
+        ("[task.both]", "[tasks.both]", "this run has one loss. Plan it with fxpar plan, or add .task.NAME"),
+        ("[task.both]", "[task.both", "it is no TOML"),
+        ("ranks = 1", "", "run.ranks: it is missing"),
+        ("items =", "itmes =", "task.both.itmes is not a known key; did you mean 'items'"),
+        ('loss = "loss"', "", r"task.both.loss is missing \(a text\)"),
+        ('example = {x = "f32[4, 8]"}', "", r"task.both.data is missing \(a text\), or, for a plan alone, an example"),
+        ("example =", 'data = "item"\nexample =', "task.both.example is for a task without data"),
+        ("f32[4, 8]", "f33[4, 8]", r'task.both.example.x = "f33\[4, 8\]" must be dtype and shape, such as'),
+        ("f32[4, 8]", "f32[4 4, 8]", "must be dtype and shape"),
+        ("f32[4, 8]", f"f32[{'9' * 5000}]", "must be dtype and shape"),
+        ("f32[4, 8]", "f32[0, 8]", "must have sizes of 1 or more"),
+        ("f32[4, 8]", f"f32[{2**40}, 8]", r"must have at most 2\*\*40 elements"),
+        ("[task.both]", '[task."a:b/c"]', "is no name of a task"),
+        ("items = 2", "items = 0", "task.both.items = 0 must be 1 or more"),
+        ('{0 = "B"}', "{0 = 1}", "task.both.dynamic.x = .* must name dims by number"),
     ],
 )
 def test_mistakes_in_a_file_of_a_model(of_model, old, new, message):
     Path(of_model).write_text(TASKS.replace(old, new))
-    with pytest.raises(TasksFileError, match=message):
-        read_model_tasks(of_model, None, 8)
+    with pytest.raises((ConfigError, TasksFileError), match=message):
+        read_run_tasks(of_model, None, 8)
 
 
 def test_an_example_takes_no_memory(of_model):
     """8 TB of zeros would."""
     Path(of_model).write_text(TASKS.replace("f32[4, 8]", f"f32[{2**37}, 8]"))
-    (step,) = read_model_tasks(of_model, None, 8).steps().values()
+    (step,) = read_run_tasks(of_model, None, 8).steps().values()
     assert step.logical.dims[0].symbol is not None
 
 
-def test_a_file_may_name_functions_and_models_that_bring_all(of_model):
+def test_a_model_by_name_brings_loss_and_batch(of_model):
+    """And a task without data is not trained."""
     Path(of_model).write_text(
-        'model = "mlp"\n[tasks.one]\n[tasks.two]\nexample = "towers.py:example"\nloss = "towers.py:loss"'
+        '[model]\nname = "mlp"\n[task.one]\nitems = 1\n[task.two]\nitems = 1\nloss = "towers.py:loss"\n'
+        'data = "towers.py:item"\n[strategies]\n8 = "dp2"'
     )
-    read = read_model_tasks(of_model, 2, 8)
-    one, two = (task for task, _ in read.tasks.values())
-    assert one.loss is read.model.loss
+    Path("towers.py").write_text(f"{MODEL}\ndef item(number):\n    return example()\n")
+    read = read_run_tasks(of_model, 2, 8)
+    (one, _), (two, _) = read.tasks.values()
+    assert one.example is not None
     assert two.example is not None
     assert two.example["x"].shape == (4, 8)
     assert read.cluster.world == 2
+    assert not read.can_train
+    _, _, told = fxpar("train", of_model)
+    assert "task.one.data is missing: without it a task is planned, and not trained" in told
 
 
 def test_a_task_on_all_ranks_names_none():
     """Only such a task may write buffers and run in plain calls."""
-    runs = RunTasks({"task": {"one": {"loss": "loss", "ranks": [5]}}}, None, {"one": 8})  # type: ignore[arg-type]
+    tables = {"task": {"one": {"loss": "loss", "ranks": [5]}}}
+    runs = RunTasks(tables, None, {}, None, None, {"one": 8})  # type: ignore[arg-type]
     plan = RunPlan(2, ((TaskRun("one", (0, 1), Option(2, 1.0, "dp2")),),), 1.0)
     task = {"loss": "loss", "strategies": {"8": "dp2"}}
     assert tomllib.loads(runs.planned(plan, {})) == {"run": {"ranks": 2}, "task": {"one": task}}
@@ -295,7 +303,7 @@ compute = "bf16"
 def test_the_configuration_of_a_run_is_planned(of_model, capsys):
     Path("towers.py").write_text(f"{MODEL}\ndef item(number):\n    return example()\n")
     Path("run.toml").write_text(ONE_TASK)
-    read = read_run_tasks("run.toml", 2, 8).tasks
+    read = read_run_tasks("run.toml", 2, 8)
     assert (read.cluster.world, read.precision, read.tasks["both"][1]) == (2, "bf16", 3)
     with pytest.raises(TasksFileError, match=r"run\.ranks: it is missing"):
         read_run_tasks("run.toml", None, 8)
@@ -304,7 +312,7 @@ def test_the_configuration_of_a_run_is_planned(of_model, capsys):
     one = '[model]\nname = "llama"\noptions = {dim = 8}\n[data]\nsource = "a"\nbatch_sequences = 2\n'
     Path("one.toml").write_text(f'{one}[strategies]\n8 = "dp1"')
     with pytest.raises(TasksFileError, match=r"this run has one loss\. Plan it with fxpar plan"):
-        read_model_tasks("one.toml", None, 8)
+        read_run_tasks("one.toml", None, 8)
     for file, told in (
         ("one.toml", "Write its model: llama --set dim=8. Built-in"),
         ("run.toml", "Write FILE.py:FUNC"),

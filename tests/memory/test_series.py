@@ -69,7 +69,6 @@ def test_the_peak_is_the_fullest_moment(strategy, micro_batches):
         assert (fullest.name, fullest.total_bytes) == (body.node, body.total_bytes)
         assert {kind: sums[kind] for kind in PEAK_KINDS} == {kind: asdict(body)[f"{kind}_bytes"] for kind in PEAK_KINDS}
         assert sums["saved"] + sums["forward"] == body.forward_bytes
-        assert rank.level_bytes + fullest.total_bytes == rank.prediction.state_bytes + rank.prediction.step_bytes
         # A batch that a forward keeps counts as saved from then on, whoever else holds it.
         assert max(moment.sums[0] for moment in rank.series.moments) <= 1.01 * rank.series.saved_bytes
         assert rank.series.saved_bytes == body.saved_bytes > 0

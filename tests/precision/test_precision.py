@@ -68,19 +68,6 @@ def test_short_forms():
 
 
 @pytest.mark.parametrize(
-    ("text", "dtype"),
-    [
-        ("bf16", torch.float32),
-        ("bf16+accumulate=fp64", torch.float64),
-        ("bf16+reduce=bf16", torch.bfloat16),
-        ("bf16+reduce=fp32+accumulate=fp64", torch.float32),
-    ],
-)
-def test_gradients_travel_in_the_accumulated_dtype_unless_said_otherwise(text, dtype):
-    assert Precision.parse(text).travel_dtype == dtype
-
-
-@pytest.mark.parametrize(
     ("text", "hint"),
     [
         ("", "unknown dtype ''"),

@@ -37,8 +37,7 @@ def check_plan(
     for one in plan.rounds:
         taken, times = [], []
         for team in one.teams:
-            cost, ranks = costs[team.degree], list(range(team.first_rank, team.last_rank + 1))
-            assert len(ranks) == team.degree
+            cost, ranks = costs[team.degree], team.ranks
             assert 0 <= ranks[0] <= ranks[-1] < devices
             if team.degree <= per_node:
                 assert ranks[0] // per_node == ranks[-1] // per_node

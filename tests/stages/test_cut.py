@@ -70,10 +70,11 @@ def test_every_parameter_is_somewhere_once():
 def test_one_tensor_crosses_each_boundary():
     staged = cut_stages(MODELS["llama"]().graph, 3)
     for boundary in range(2):
-        (value,), (gradient,) = staged.activations(boundary), staged.gradients(boundary)
+        here, following = staged.stages[boundary : boundary + 2]
+        (value,), (gradient,) = here.sent, here.gradients_received
         assert str(value.meta) == str(gradient.meta) == "f64[1, T, 64]"
-        assert staged.stages[boundary + 1].received == (value,)
-        assert staged.stages[boundary + 1].gradients_sent == (gradient,)
+        assert following.received == (value,)
+        assert [out.fqn for out in following.outputs if out.kind == "sent_grad"] == [gradient.name]
 
 
 def test_a_stage_takes_what_it_needs():

@@ -50,7 +50,7 @@ def test_the_series_holds_its_peak(section, name):
         assert max(totals) == rank.prediction.body.total_bytes
         node, _, _, during = (one["names"][place] for place in one["at"][totals.index(max(totals))])
         assert rank.prediction.body.node == ".".join(filter(None, (during, node)))
-        assert sum(one["level"].values()) == rank.level_bytes
+        assert sum(one["level"].values()) == rank.prediction.state_bytes + rank.accumulator_bytes
         assert len(one["x"]) == len(one["at"]) == len(totals) <= one["moments"] == len(rank.series.moments)
         assert one["x"] == sorted(one["x"])
         assert one["x"][-1] <= one["end_ms"] + 1e-6

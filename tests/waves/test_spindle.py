@@ -6,7 +6,7 @@ import pytest
 
 from fxpar.waves import CASES, Devices, MetaOp, TaskGraph
 from fxpar.waves.order import Problem
-from fxpar.waves.spindle import EXTENSIONS, SORTS, barrier_ms, shares, waves
+from fxpar.waves.spindle import EXTENSIONS, SORTS, shares, waves
 
 
 def test_shares_between_two_widths():
@@ -33,6 +33,11 @@ def test_waves_keep_their_rules(sort, extension):
     assert done == problem.layers
     if extension == "none":
         assert len(found) <= 2 * len(graph.metaops)
+
+
+def barrier_ms(problem, found):
+    """What waves take if each begins when the one before has ended, transfers aside."""
+    return sum(max(problem.curves[piece.metaop].ms[piece.width] * piece.layers for piece in wave) for wave in found)
 
 
 # "With extension" of the open planner, where its rounding is not finer than what is written of it.

@@ -16,12 +16,11 @@ from fxpar.switch.problem import SwitchProblem, TensorClass
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """`slices` [groups], `holders` [groups, S], `receivers` [groups, M], ascending ranks; `level` orders the arrays."""
+    """`slices` [groups], `holders` [groups, S], `receivers` [groups, M], ascending ranks."""
 
     slices: np.ndarray
     holders: np.ndarray
     receivers: np.ndarray
-    level: int
 
 
 def has_local_holder(problem: SwitchProblem, cls: TensorClass) -> np.ndarray:
@@ -68,17 +67,16 @@ def _form(holders: np.ndarray, receivers: np.ndarray) -> list[Groups]:
     key = np.stack([levels[slices, parts], holders.sum(1), receivers.sum(1)])
     kinds, which = np.unique(key, axis=1, return_inverse=True)
     found = []
-    for number, (level, size, count) in enumerate(kinds.T.tolist()):
+    for number, (_, size, count) in enumerate(kinds.T.tolist()):
         chosen = np.flatnonzero(which == number)
         found.append(
             Groups(
                 slices[chosen],
                 np.nonzero(holders[chosen])[1].reshape(-1, size) + first[chosen],
                 np.nonzero(receivers[chosen])[1].reshape(-1, count) + first[chosen],
-                level,
             )
         )
-    return found  # by level, as `kinds` is sorted
+    return found  # by level, as `kinds` is sorted: arrays of one level are in a row
 
 
 def _levels(holders: np.ndarray) -> np.ndarray:
