@@ -43,7 +43,7 @@ from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.passes.reduce_gradients import ReduceGradients
 from fxpar.passes.zero_shard import ZeroShard
 from fxpar.precision import Precision, with_precision
-from fxpar.runtime.reading import is_row_of_tokens
+from fxpar.runtime.reading import is_row_of_tokens, reading_of
 from fxpar.runtime.task import CompiledModel, Task
 from fxpar.tracer import capture
 from fxpar.tracer.dynamic import Dynamic
@@ -120,7 +120,8 @@ def lower_task(
     else:
         _warn_of_rows(logical)
     _warn_of_labels(logical, task)
-    programs = _programs(read, given, task.token_budget, as_precision(precision), passes, cluster)
+    unit = reading_of(logical, of_task=True).unit
+    programs = _programs(read, given, task.token_budget, as_precision(precision), passes, cluster, unit)
     return CompiledModel(logical, programs, {}, as_precision(precision), read.packing, unpacked)
 
 
@@ -162,13 +163,14 @@ def _programs(
     how: Precision,
     passes: Ladder | None,
     cluster: ClusterSpec | None,
+    unit: str = "tokens",
 ) -> dict[str, TrainGraph]:
-    """A graph of rows, lowered for each strategy."""
+    """A graph of rows, lowered for each strategy; limits of strategies count `unit`."""
     computed = with_precision(rows, how)
     dtypes = {"accumulate": how.accumulate_dtype, "reduce": how.reduce_dtype}
     parsed = [strategy for _, choice in sorted(strategies.items()) for strategy in formations(choice)]
     by_name = dict(zip(strategy_names(parsed), parsed, strict=True))
-    groups = length_groups(strategies, world=parsed[0].world, token_budget=token_budget)
+    groups = length_groups(strategies, world=parsed[0].world, token_budget=token_budget, unit=unit)
     tokens = {group.strategy: group.token_budget for group in groups}  # of the longest group with this strategy
     sizes = {dim.name for dim in rows.dims} & {"T"}
     programs = {}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxpar.models
 from fxpar.batching import LengthGroup, length_groups
-from fxpar.batching.lengths import length_limits
+from fxpar.batching.lengths import LengthLimits, length_limits
 from fxpar.batching.planner import by_group
 from fxpar.errors import (
     ModelLengthError,
@@ -32,7 +32,7 @@ from fxpar.models.loaders import is_function
 from fxpar.models.user_function import find_function, load_module
 from fxpar.precision.precision import parse_dtype
 from fxpar.runtime.compiling import capture_step
-from fxpar.runtime.reading import reading_of
+from fxpar.runtime.reading import Reading, reading_of
 from fxpar.runtime.task import Task
 from fxpar.tracer.finish import without_unread
 from fxpar.train.config import TrainConfig
@@ -114,8 +114,9 @@ def check_tasks(config: TrainConfig) -> None:
                 for team in range(len(strategy.teams)) or [None]:
                     _check_strategy(logical, strategy if team is None else strategy.of_team(team))
             world = formations(list(strategies.values())[-1])[0].world
-            groups = length_groups(strategies, world=world, token_budget=task.token_budget)
-            _check_items(_first_items(config, name), without_unread(logical), groups)
+            reading = reading_of(without_unread(logical), of_task=True)
+            groups = length_groups(strategies, world=world, token_budget=task.token_budget, unit=reading.unit)
+            _check_items(_first_items(config, name), reading, length_limits(logical), groups)
 
 
 def _check_strategy(logical: LogicalGraph, strategy: Strategy) -> None:
@@ -130,8 +131,7 @@ def _first_items(config: TrainConfig, name: str) -> list[Item]:
     return [items(number) for number in range(task.validation, task.validation + task.items)]
 
 
-def _check_items(items: list[Item], logical: LogicalGraph, groups: Sequence[LengthGroup]) -> None:
-    reading, limits = reading_of(logical, of_task=True), length_limits(logical)
+def _check_items(items: list[Item], reading: Reading, limits: LengthLimits, groups: Sequence[LengthGroup]) -> None:
     reading.check(items)
     lengths = reading.lengths(items)
     for index, length in enumerate(lengths):
@@ -159,6 +159,18 @@ def _example(item: Item) -> Mapping[str, Tensor]:
         return {"input_ids": item[None], "labels": next_token_labels(item[None])}
     ids = item.get("input_ids")
     return {key: value[None] for key, value in item.items()} if ids is not None and ids.dim() == 1 else item
+
+
+OF_ONE_LOSS = (
+    "it was written by a run without tasks, on text, and this configuration has tasks. Start another run from these "
+    "weights: fxpar export, then model.weights"
+)
+
+
+def given_counts(state: object) -> Mapping[str, int] | None:
+    """How many items each task was given, from the state of a `TaskLoader`; None of another loader's."""
+    counts = state.get("tasks") if isinstance(state, Mapping) else None
+    return counts if isinstance(counts, Mapping) else None
 
 
 @dataclass
@@ -201,6 +213,7 @@ class TaskLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises ResumeError for the state of another loader."""
-        if not isinstance(state.get("tasks"), Mapping):
-            raise ResumeError(str(self.config.checkpoints), "it was written by a run without tasks")
-        self.given = {str(name): int(count) for name, count in state["tasks"].items()}
+        counts = given_counts(state)
+        if counts is None:
+            raise ResumeError(str(self.config.checkpoints), OF_ONE_LOSS)
+        self.given = {str(name): int(count) for name, count in counts.items()}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpar.batching import length_groups
+from fxpar.batching.groups import SIZES
 from fxpar.errors import FxparError
 from fxpar.ir.teams import formations
 from fxpar.ir.written import is_task_name, read
@@ -99,7 +100,7 @@ def task_problems(tasks: Tasks, strategies: Strategies, ranks: int | None) -> li
             found.append(f"task.{name}.ranks = {many} must be consecutive ones of 0 to {world - 1}")
             continue
         try:
-            length_groups(dict(own), world=len(many), token_budget=task.token_budget)
+            length_groups(dict(own), world=len(many), token_budget=task.token_budget, unit=SIZES)
         except FxparError as error:
             found.append(f"task.{name}: {error}")
     return found
