@@ -34,7 +34,7 @@ from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.teams import formations
-from fxpar.losses import IGNORE_INDEX, LossFunction
+from fxpar.losses import LossFunction
 from fxpar.lowering import default_passes, lower
 from fxpar.lowering.ladder import checked_ladder
 from fxpar.passes.casts import Casts
@@ -119,7 +119,6 @@ def lower_task(
         read, unpacked = packed_if_proved(read, force=bool(packed))
     else:
         _warn_of_rows(logical)
-    _warn_of_labels(logical, task)
     unit = reading_of(logical, of_task=True).unit
     programs = _programs(read, given, task.token_budget, as_precision(precision), passes, cluster, unit)
     return CompiledModel(logical, programs, {}, as_precision(precision), read.packing, unpacked)
@@ -133,20 +132,6 @@ def _warn_of_rows(logical: LogicalGraph) -> None:
             f"the loss is {mean.words}, which divides by something else than rows. fxpar takes the sum and divides by "
             "the rows of the task's batches, as they have no labels: loss and gradients have another scale than on one "
             "device. Return a mean over rows, or pass train_step(denominator=...)"
-        )
-
-
-def _warn_of_labels(logical: LogicalGraph, task: Task) -> None:
-    """Of a mean over all tokens in a task whose example has some without a label: fxpar does not divide by these."""
-    mean, labels = logical.averaged, (task.example or {}).get("labels")
-    if mean is None or mean.fewer is None or labels is None or labels.is_meta:
-        return
-    unlabelled = int((labels == IGNORE_INDEX).sum())
-    if unlabelled > mean.fewer:
-        warn(
-            f"the loss is {mean.words}, which also divides by labels that are -100, {unlabelled} in the example. fxpar "
-            "takes the sum and divides by the others: loss and gradients have another scale than on one device. Leave "
-            "them out of the mean, or pass train_step(denominator=...)"
         )
 
 

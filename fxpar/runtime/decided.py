@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fxpar.batching import LengthGroup, length_groups
-from fxpar.batching.groups import SIZES
 from fxpar.batching.collate import ALIASES
+from fxpar.batching.groups import SIZES
 from fxpar.batching.ids import IdLimit, id_limits
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import BinsError, LimitBranchError, ParallelizeError, TaskError, naming_task, warn
