@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fxpar.cli.console import show_notes
 from fxpar.cli.request import collected_warnings
 from fxpar.cli.rounds_commands import RoundsRequest
 from fxpar.cli.shallow import Shallow, memory_of
@@ -53,6 +54,7 @@ def model_teams(
             one = known.named(strategy)
             known.anchors = one.anchors = anchors_of(one)
             found[degree] = _team(one, memory, most, request.cost)
+    show_notes(model.notes([]))
     return found, cluster.devices_per_node
 
 

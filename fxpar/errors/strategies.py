@@ -17,11 +17,12 @@ def _near_modules(glob: str, modules: Iterable[str]) -> str:
 
 
 class StrategySyntaxError(FxparError):
-    """A strategy string does not parse."""
+    """A strategy string does not parse: `part` of it, "" for the whole."""
 
     def __init__(self, text: str, part: str, why: str) -> None:
+        at = f" (at {part!r})" if part else ""
         super().__init__(
-            f"strategy {text!r}: {why} (at {part!r}). A strategy is axes joined by '.', then flags joined by '+', "
+            f"strategy {text!r}: {why}{at}. A strategy is axes joined by '.', then flags joined by '+', "
             "for example 'dp2.tp4+sp+zero1'."
         )
 

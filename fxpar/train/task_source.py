@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,21 +21,17 @@ from fxpar.errors import (
     muted_warnings,
     naming_task,
 )
-from fxpar.ir.graph import LogicalGraph
-from fxpar.ir.strategy import Strategy
 from fxpar.ir.teams import formations
 from fxpar.losses import next_token_labels
-from fxpar.lowering.driver import check_strategy
-from fxpar.lowering.pipeline import cut
 from fxpar.models.loaded import cast_batch
 from fxpar.models.loaders import is_function
 from fxpar.models.user_function import find_function, load_module
 from fxpar.precision.precision import parse_dtype
-from fxpar.runtime.compiling import capture_step
+from fxpar.runtime.compiling import capture_step, lower_task
 from fxpar.runtime.reading import Reading, reading_of
 from fxpar.runtime.task import Task
 from fxpar.tracer.finish import without_unread
-from fxpar.train.config import TrainConfig
+from fxpar.train.config import TrainConfig, described_cluster
 from fxpar.train.model import freeze, texts_of
 from fxpar.train.tasks import function_place
 
@@ -102,27 +98,19 @@ def items_of(config: TrainConfig, name: str) -> Items:
 
 
 def check_tasks(config: TrainConfig) -> None:
-    """Capture each task on a model without values, and see that its strategies fit and its first items can be run:
-    ranks would find it out too. Raises as these do; messages name the task.
+    """Capture each task on a model without values, see that its first items can be run, and lower it: ranks would find
+    it out too. Raises as these do; messages name the task.
     """
-    model = task_model(config, "meta")
+    model, cluster = task_model(config, "meta"), described_cluster(config.engine)
     for name, task in tasks_of(config).items():
         with naming_task(name), muted_warnings():
             logical = capture_step(model, task.loss, task.example, task.dynamic, tell_unused=False)
             strategies = dict(config.tasks[name].by_length(config.strategies))
-            for strategy in dict.fromkeys(one for text in strategies.values() for one in formations(text)):
-                for team in range(len(strategy.teams)) or [None]:
-                    _check_strategy(logical, strategy if team is None else strategy.of_team(team))
             world = formations(list(strategies.values())[-1])[0].world
             reading = reading_of(without_unread(logical), of_task=True)
             groups = length_groups(strategies, world=world, token_budget=task.token_budget, unit=reading.unit)
             _check_items(_first_items(config, name), reading, length_limits(logical), groups)
-
-
-def _check_strategy(logical: LogicalGraph, strategy: Strategy) -> None:
-    check_strategy(logical, strategy)
-    if strategy.pipeline_size > 1:
-        cut(logical, strategy)
+            lower_task(logical, replace(task, strategies=strategies), config.precision.compute, cluster=cluster)
 
 
 def _first_items(config: TrainConfig, name: str) -> list[Item]:
