@@ -231,13 +231,17 @@ class NoExpertsError(FxparError):
         super().__init__(f"{where}: ep cuts experts, and {what} {none}. Write rows in place of ep to cut tokens alone.")
 
 
+def _module(fqn: str) -> str:
+    return repr(fqn) if fqn else "the model itself"
+
+
 class ExpertsDivideError(FxparError):
     """A strategy cuts experts over ranks that do not divide them."""
 
     def __init__(self, strategy: str, module: str, experts: int, degree: int) -> None:
         near = max(d for d in range(1, min(experts, degree) + 1) if experts % d == 0)
         super().__init__(
-            f"strategy {strategy!r}: the {experts} experts of {module!r} do not divide over {degree} ranks. Write "
+            f"strategy {strategy!r}: the {experts} experts of {_module(module)} do not divide over {degree} ranks. Write "
             f"ep{near}, or another degree that divides {experts}."
         )
 
@@ -249,7 +253,7 @@ class ExpertWeightsError(FxparError):
 
     def __init__(self, strategy: str, module: str, node: str, op: str) -> None:
         super().__init__(
-            f"strategy {strategy!r}: the weights of the experts of {module!r} are made by %{node} = {op}, of which it "
+            f"strategy {strategy!r}: the weights of the experts of {_module(module)} are made by %{node} = {op}, of which it "
             "is not known that each rank can make its own experts' weights of its part of the parameter. Under ep, "
             "give each product by expert a parameter of its own, [experts, ...], transposed or cast at most; or use "
             "tp, cp or rows for these modules."
@@ -261,6 +265,6 @@ class ExpertIdsError(FxparError):
 
     def __init__(self, strategy: str, module: str, ids: str) -> None:
         super().__init__(
-            f"strategy {strategy!r}: the ids of the experts of {module!r} are {ids}; under ep they are [tokens, slots] "
+            f"strategy {strategy!r}: the ids of the experts of {_module(module)} are {ids}; under ep they are [tokens, slots] "
             "of a batch whose number of tokens is dynamic. Leave capture(dynamic=...) out."
         )
