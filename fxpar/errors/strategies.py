@@ -241,8 +241,8 @@ class ExpertsDivideError(FxparError):
     def __init__(self, strategy: str, module: str, experts: int, degree: int) -> None:
         near = max(d for d in range(1, min(experts, degree) + 1) if experts % d == 0)
         super().__init__(
-            f"strategy {strategy!r}: the {experts} experts of {_module(module)} do not divide over {degree} ranks. Write "
-            f"ep{near}, or another degree that divides {experts}."
+            f"strategy {strategy!r}: the {experts} experts of {_module(module)} do not divide over {degree} ranks. "
+            f"Write ep{near}, or another degree that divides {experts}."
         )
 
 
@@ -253,10 +253,10 @@ class ExpertWeightsError(FxparError):
 
     def __init__(self, strategy: str, module: str, node: str, op: str) -> None:
         super().__init__(
-            f"strategy {strategy!r}: the weights of the experts of {_module(module)} are made by %{node} = {op}, of which it "
-            "is not known that each rank can make its own experts' weights of its part of the parameter. Under ep, "
-            "give each product by expert a parameter of its own, [experts, ...], transposed or cast at most; or use "
-            "tp, cp or rows for these modules."
+            f"strategy {strategy!r}: the weights of the experts of {_module(module)} are made by %{node} = {op}, of "
+            "which it is not known that each rank can make its own experts' weights of its part of the parameter. "
+            "Under ep, give each product by expert a parameter of its own, [experts, ...], transposed or cast at most; "
+            "or use tp, cp or rows for these modules."
         )
 
 
@@ -265,6 +265,6 @@ class ExpertIdsError(FxparError):
 
     def __init__(self, strategy: str, module: str, ids: str) -> None:
         super().__init__(
-            f"strategy {strategy!r}: the ids of the experts of {_module(module)} are {ids}; under ep they are [tokens, slots] "
-            "of a batch whose number of tokens is dynamic. Leave capture(dynamic=...) out."
+            f"strategy {strategy!r}: the ids of the experts of {_module(module)} are {ids}; under ep they are [tokens, "
+            "slots] of a batch whose number of tokens is dynamic. Leave capture(dynamic=...) out."
         )
