@@ -103,7 +103,7 @@ def test_all_commands_say_the_same(strategy, kind, padded, tmp_path):
     explain, dumped = read("explain", *model, "-s", strategy), read("dump", *model, "-s", strategy)
     diff = read("diff", *model, "-s", "tp2", "-s", strategy)["new"]
     memory = read("memory", *model, "-s", strategy)
-    status, _, err = fxpar("viz", *model, "-s", strategy, "--format", "json", "-o", page)
+    status, _, err = fxpar("viz", *model, "-s", strategy, "--json", page)
     assert status == 0, err
     viz = json.loads(page.read_text())
     sent = explain["sent"]
