@@ -80,10 +80,19 @@ class LengthGroup:
         return f"<={self.limit}: {self.strategy}"
 
 
+SIZES = "tokens or rows"
+"""What limits of a task count, as long as its captured step has not shown which."""
+
+
 def length_groups(
-    strategies: Mapping[int, Strategy | str], *, world: int, token_budget: int | Mapping[int, int] | None = None
+    strategies: Mapping[int, Strategy | str],
+    *,
+    world: int,
+    token_budget: int | Mapping[int, int] | None = None,
+    unit: str = "tokens",
 ) -> tuple[LengthGroup, ...]:
-    """The groups of `strategies` (longest sequence in tokens -> strategy), sorted by limit.
+    """The groups of `strategies` (longest sequence in tokens -> strategy), sorted by limit. Errors call what limits
+    count `unit`.
 
     `token_budget` is the most tokens of one micro-batch of one replica: one number for all groups, or a number by
     limit. A group that it does not name gets as many tokens per rank as the longest group has with one sequence of full
@@ -102,7 +111,7 @@ def length_groups(
     several = {limit: formations(choice) for limit, choice in sorted(strategies.items())}
     parsed = {limit: found[0] for limit, found in several.items()}
     if any(strategy.world != world for strategy in parsed.values()):
-        raise StrategyWorldsError({limit: (str(s), s.world) for limit, s in parsed.items()}, world)
+        raise StrategyWorldsError({limit: (str(s), s.world) for limit, s in parsed.items()}, world, unit)
     if isinstance(token_budget, Mapping):
         for limit in token_budget:
             if limit not in parsed:

@@ -57,7 +57,7 @@ COMMANDS: tuple[tuple[str, str, type, Sequence[str]], ...] = (
         "Predict what a set of strategies takes that you name.",
         simulate_commands.SimulateRequest,
         (
-            "fxpar simulate llama --set dp4:512 --set cp4 \\\n      --lengths github:1024 --tokens-per-step 65536",
+            "fxpar simulate llama -s dp4:512 -s cp4 \\\n      --lengths github:1024 --tokens-per-step 65536",
             "fxpar simulate hotspa-table3 --json table3.json",
         ),
     ),

@@ -272,12 +272,17 @@ class VizRequest:
     takes_plans: ClassVar[bool] = True  # MODEL may be a plan, which says model and strategies
 
     source: Annotated[GraphSource, Offered("options overrides world precision cache")]
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Where to write; - is stdout.")]
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="Where to write; - is stdout.", show_default=False)
+    ] = ""
     strategies: Strategies = ()
     format: Annotated[
         Literal["html", "json", "model-explorer"],
         typer.Option(help="A page, its data, or graphs and overlays for Model Explorer."),
     ] = "html"
+    json: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Short for --format json --output FILE.", show_default=False)
+    ] = None
     cluster: Cluster = None
     tflops: Tflops = None
     tokens: Annotated[
@@ -291,6 +296,20 @@ class VizRequest:
     trust_plan: Annotated[
         bool, typer.Option("--trust-plan", help="Run the Python function that a plan names as its model.")
     ] = False
+
+    def __post_init__(self) -> None:
+        if not self.target:
+            raise typer.BadParameter("name the file to write, such as -o page.html", param_hint="--output / -o")
+
+    @property
+    def target(self) -> str:
+        """The file to write, "-" for stdout."""
+        return self.output if self.json is None else self.json
+
+    @property
+    def form(self) -> str:
+        """html, json or model-explorer."""
+        return self.format if self.json is None else "json"
 
     @property
     def strategy_texts(self) -> list[str]:

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -49,6 +49,13 @@ class Work:
 
     def __rich__(self) -> RenderableType:
         return Text(f"{self.text}, {time.monotonic() - _BEGUN:.0f} s", overflow="ellipsis", no_wrap=True)
+
+
+def show_notes(notes: Iterable[str]) -> None:
+    """What a user should know beside an answer, on stderr."""
+    console = stderr_console()
+    for note in notes:
+        console.print(f"note: {note}", markup=False)
 
 
 @contextmanager

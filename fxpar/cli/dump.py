@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from fxpar.cli.commands import DumpRequest
-from fxpar.cli.console import stderr_console, stdout_console, working
+from fxpar.cli.console import show_notes, stderr_console, stdout_console, working
 from fxpar.cli.graph_dot import graph_dot
 from fxpar.cli.graph_json import graph_document, schedule_document
 from fxpar.cli.rank_view import RankView, as_rank
@@ -59,9 +59,8 @@ def run_dump(request: DumpRequest) -> None:
     _check_stage(request, graph)
     if isinstance(graph, TeamsGraph) and (request.form == "dot" or request.rank is not None or request.schedule):
         check_one_team("this dump", [graph.strategy])
-    for note in notes:
-        if isinstance(graph, LogicalGraph) or note not in graph.notes:  # those are in the dump
-            stderr_console().print(f"note: {without_folders(note)}", markup=False)
+    said = () if isinstance(graph, LogicalGraph) else graph.notes  # those are in the dump
+    show_notes(without_folders(note) for note in notes if note not in said)
     if request.form == "graph":
         save_graph(request.target, graph, origin)
         stderr_console().print(f"wrote the {kind_of(graph)} graph of {graph.name} to {request.target}", markup=False)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from fxpar.cli.console import human_bytes, human_seconds, print_table, stdout_console, working
+from fxpar.cli.console import human_bytes, human_seconds, print_table, show_notes, stdout_console, working
 from fxpar.cli.plan_commands import PlanRequest
 from fxpar.cli.plan_galvatron import GalvatronRequest, imported_plan, run_import_galvatron, run_plan_galvatron
 from fxpar.cli.plan_sizes import show_sizes, sizes_json
@@ -105,6 +105,7 @@ def _run(request: PlanRequest) -> None:
         planned = planned_for(request.source.model, request.source.options, tokens, problem, model.rows)
         plans = [planned.plan(found, one) for one in found.plans]
         routes = model.routes(name for one in found.plans for name in one.strategies)
+        notes = model.notes(name for one in found.plans for name in one.strategies)
         runs: list[VerifiedPlan] = []
         if request.verify is not None:
             status.update(f"running {len(plans[: request.verify])} plans on {cluster.world} ranks")
@@ -113,7 +114,8 @@ def _run(request: PlanRequest) -> None:
     if request.output is not None:
         remarks = _remarks(found, request.output, fastest)
         write_output(request.output, plans[fastest].to_toml([*remarks, *_measured(runs, fastest)]))
-    more = {"routes": routes} | ({"verified": verified_json(runs)} if runs else {})
+    show_notes(notes)
+    more = {"notes": notes, "routes": routes} | ({"verified": verified_json(runs)} if runs else {})
     if write_json(request.json, document(found, tokens) | sizes_json(rated) | more):
         console = stdout_console()
         _show(console, request, taken)

@@ -71,6 +71,8 @@ def parse_strategies(
     """
     placements = parse_overrides(overrides)
     names = [text.strip() for text in texts]
+    if names and not any(names):
+        raise StrategySyntaxError(" ".join(texts).strip(), "", "it is empty")
     if not all(names):
         raise StrategySyntaxError(",".join(texts), ",", "a strategy in the list is empty")
     found = []

@@ -34,7 +34,7 @@ def run_rounds(request: RoundsRequest) -> None:
             found.append(_planned(one, request, costs, node))
     document = {
         "model": request.source.model or None,
-        "cost": request.cost,
+        "cost": request.priced_by,
         "devices": request.devices,
         "devices_per_node": node,
         "degrees": list(degrees),
@@ -123,7 +123,7 @@ def _show(request: RoundsRequest, document: dict[str, Any]) -> None:
     console, batches = stdout_console(), document["batches"]
     degrees = ", ".join(map(str, document["degrees"]))
     asked = f"up to {document['tokens_per_device']:,} tokens per device, teams of {degrees}"
-    named = f"{request.source.model}, {request.cost}" if request.source.model else request.cost
+    named = f"{request.source.model}, {request.priced_by}" if request.source.model else request.priced_by
     console.print(f"{named} on {request.devices} devices: {asked}", markup=False)
     titles = ("batch", "tokens", "rounds", "predicted", "bound", "any cut", "static", "one degree", "CPU s")
     rows = [

@@ -10,20 +10,21 @@ from typing import Annotated
 import typer
 
 from fxpar.cli.commands import CAPACITY, capacity_bytes
-from fxpar.cli.options import GraphSource, Json, Lengths, Offered, complete_strategies
+from fxpar.cli.options import Cluster, GraphSource, Json, Lengths, Offered, complete_strategies
+from fxpar.cli.request import cluster_name
 from fxpar.ir.strategy_text import MOST_RANKS
-from fxpar.rounds.published import PUBLISHED
 
 _RANGE = re.compile(r"(\d{1,9}):(\d{1,9})")
 _DEGREES = re.compile(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*")
+_COST = "flexsp-7b"
 
 
 @dataclass(frozen=True)
 class RoundsRequest:
     """Plan batches as rounds of teams: long sequences on many devices, at the same time short ones on few.
 
-    That is FlexSP's problem. Nothing runs: a cost says what a team takes. With MODEL the cost is a cluster, on which
-    the model is priced. Batch i is the i-th run of --batch lengths.
+    That is FlexSP's problem. Nothing runs: a cost says what a team takes, or MODEL is priced on a cluster. Batch i is
+    the i-th run of --batch lengths.
     """
 
     source: Annotated[GraphSource, Offered("options precision cache", required=False)]
@@ -32,17 +33,19 @@ class RoundsRequest:
     devices_per_node: Annotated[
         int,
         typer.Option(
-            min=1, max=MOST_RANKS, help="Devices of a node; a team of no more stands on one. With MODEL as --cost says."
+            min=1,
+            max=MOST_RANKS,
+            help="Devices of a node; a team of no more stands on one. With MODEL as --cluster says.",
         ),
     ] = 8
     cost: Annotated[
         str,
         typer.Option(
             metavar="NAME|FILE",
-            help="flexsp-7b, flexsp-13b, flexsp-30b, or a JSON file of constants. With MODEL a cluster, as "
-            "`fxpar profile` writes it, or a kind of node by name, such as h100.",
+            help="Without MODEL: flexsp-7b, flexsp-13b, flexsp-30b, or a JSON file of constants.",
         ),
-    ] = "flexsp-7b"
+    ] = _COST
+    cluster: Cluster = None
     strategy: Annotated[
         str | None,
         typer.Option(
@@ -83,13 +86,20 @@ class RoundsRequest:
             raise typer.BadParameter(f"{self.degrees!r} is not a list such as 1,2,4,8", param_hint="--degrees")
         if self.memory is not None and not CAPACITY.fullmatch(self.memory):
             raise typer.BadParameter(f"{self.memory!r} is not a size such as 30GiB or 500MB", param_hint="--memory")
-        if self.source.model and (self.cost in PUBLISHED):
-            why = f"{self.cost} is the cost of a model of its own; with MODEL name a cluster, such as h100 or FILE.json"
+        if self.source.model and self.cost != _COST:
+            why = "it is of no MODEL; name the devices that yours is priced on: --cluster h100 or FILE"
             raise typer.BadParameter(why, param_hint="--cost")
+        if self.cluster is not None and not self.source.model:
+            raise typer.BadParameter("a model is priced on it; name MODEL", param_hint="--cluster")
         if self.strategy is not None and not self.strategy.strip():
             raise typer.BadParameter("it is empty; name a strategy, or leave it out", param_hint="--strategy")
         if self.strategy is not None and not self.source.model:
             raise typer.BadParameter("it is of a model; name MODEL", param_hint="--strategy")
+
+    @property
+    def priced_by(self) -> str:
+        """What says how long a team takes."""
+        return cluster_name(self.cluster) if self.source.model else self.cost
 
     @property
     def strategy_texts(self) -> list[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fxpar.cli.console import show_notes
 from fxpar.cli.request import collected_warnings
 from fxpar.cli.rounds_commands import RoundsRequest
 from fxpar.cli.shallow import Shallow, memory_of
-from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError, RoundCostError
 from fxpar.ir.axes import ROLE_AXES
 from fxpar.ir.strategy import Strategy
@@ -29,10 +30,13 @@ def model_teams(
     Raises ClusterError, PlanOptionError, RoundCostError, StrategySyntaxError, WorldSizeError, and what `fxpar.lower`
     raises.
     """
-    cluster = of_ranks(ClusterSpec.from_file(request.cost), request.devices)
+    found_cluster = (
+        usual_cluster(request.devices) if request.cluster is None else ClusterSpec.from_file(request.cluster)
+    )
+    cluster = of_ranks(found_cluster, request.devices)
     memory = request.memory_bytes or memory_of(cluster)
     if memory is None:
-        raise RoundCostError(repr(request.cost), "it does not say what a device holds", "Say it with --memory 80GB")
+        raise RoundCostError(request.priced_by, "it does not say what a device holds", "Say it with --memory 80GB")
     _, token_axis, *_ = ROLE_AXES
     asked = Strategy.parse(request.strategy or f"{token_axis}{request.devices}+zero3", world=request.devices)
     replicas_of_ranks(asked, degrees)
@@ -52,7 +56,8 @@ def model_teams(
             said(f"lowering {strategy}")
             one = known.named(strategy)
             known.anchors = one.anchors = anchors_of(one)
-            found[degree] = _team(one, memory, most, request.cost)
+            found[degree] = _team(one, memory, most, request.priced_by)
+    show_notes(model.notes([]))
     return found, cluster.devices_per_node
 
 
@@ -62,6 +67,6 @@ def _team(one: Priced, memory: int, most: int, cost: str) -> TeamCost:
     tokens = one.most_tokens(min(one.anchors[0], most), room, most)
     if tokens is None:
         why = f"under {one.name} the model takes more than {memory / 2**30:.1f} GiB of a device, with few tokens"
-        raise RoundCostError(repr(cost), why, "Plan for more devices or more memory, or leave small teams out")
+        raise RoundCostError(cost, why, "Plan for more devices or more memory, or leave small teams out")
     spent = one.group_cost
     return TeamCost(1e3 * spent.fixed_s, 1e3 * spent.per_token_s, 1e3 * spent.per_square_s, tokens)

@@ -8,10 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from fxpar.annotate.experts import balanced_routes
+from fxpar.cli.cache import recorded
 from fxpar.cli.options import GraphSource
 from fxpar.cli.source import read_rows
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.ir.printer import without_folders
 from fxpar.ir.strategy import Strategy
 from fxpar.models.depth import layer_option
 from fxpar.models.options import parse_assignments
@@ -21,25 +24,44 @@ from fxpar.search.pricing import PricedSet
 
 
 class Shallow:
-    """A model with any number of layers, captured once for each; lowered for a store, or only its parameters placed."""
+    """A model with any number of layers, captured once for each; lowered for a store, or only its parameters placed.
+
+    `captured` is what captures warn of, each once.
+    """
 
     def __init__(self, source: GraphSource) -> None:
         option = layer_option(source.model, parse_assignments(source.options))
         self.depth = Depth(1, whole=True) if option is None else Depth(option.layers, option.period)
+        self.captured: list[str] = []
+        self._lowered: dict[str, tuple[str, ...]] = {}
 
         @functools.cache
         def rows(layers: int) -> LogicalGraph:
-            if option is None or layers == option.layers:
-                return read_rows(source)
-            return read_rows(replace(source, options=(*source.options, f"{option.name}={layers}")))
+            read = source
+            if option is not None and layers != option.layers:
+                read = replace(source, options=(*source.options, f"{option.name}={layers}"))
+            graph, texts = recorded(lambda: read_rows(read))
+            self.captured += [text for text in texts if text not in self.captured]
+            return graph
 
         self.rows: Rows = rows
-        self.lower, self.outlines = lowering(rows)
+        self._lower, self.outlines = lowering(rows)
+
+    def lower(self, strategy: Strategy, layers: int) -> TrainGraph:
+        """Raises as `fxpar.lower` does."""
+        found = self._lower(strategy, layers)
+        self._lowered[str(strategy)] = found.notes
+        return found
 
     @property
     def inputs(self) -> set[str]:
         """Names of what the graph takes."""
         return {info.fqn for info in self.rows(self.depth.samples(1)[0]).inputs}
+
+    def notes(self, names: Iterable[str]) -> list[str]:
+        """What captures and the programs of these strategies note, without folders."""
+        of_programs = [note for name in names for note in self._lowered.get(name, ())]
+        return [without_folders(note) for note in dict.fromkeys([*self.captured, *of_programs])]
 
     def routes(self, names: Iterable[str]) -> tuple[str, ...]:
         """What prices of these strategies assume of routers."""

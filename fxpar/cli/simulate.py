@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fxpar.cli.console import human_bytes, human_seconds, print_table, stdout_console, working
+from fxpar.cli.console import human_bytes, human_seconds, print_table, show_notes, stdout_console, working
 from fxpar.cli.request import cluster_name, collected_warnings, same_ranks, write_json
 from fxpar.cli.shallow import Shallow, memory_of, set_json
 from fxpar.cli.simulate_commands import SimulateRequest
@@ -49,8 +49,9 @@ def run_simulate(request: SimulateRequest) -> None:
         )
         status.update(f"pricing {len(named)} strategies")
         found = simulate(named, int(lengths.max()), model.lower, pricer)
-        routes = model.routes(found.plan.strategies)
-    if write_json(request.json, document(found) | {"routes": routes}):
+        routes, notes = model.routes(found.plan.strategies), model.notes(found.plan.strategies)
+    show_notes(notes)
+    if write_json(request.json, document(found) | {"notes": notes, "routes": routes}):
         _show(stdout_console(), request, found, pricer)
         for line in routes:
             stdout_console().print(line, markup=False)

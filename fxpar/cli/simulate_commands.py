@@ -19,6 +19,7 @@ from fxpar.cli.options import (
     Lengths,
     Offered,
     Overlap,
+    Strategies,
     TokensPerStep,
     complete_strategies,
     split_strategies,
@@ -28,8 +29,8 @@ from fxpar.ir.module_rules import split_outside
 
 TABLES = ("hotspa-fig8", "hotspa-table3", "hspmd-pair", "hspmd")  # of papers, each a function of `fxpar.cli.simulate`
 _ASSIGNMENT = re.compile(r"\w+=")
-_OF_MODEL = ("cluster", "lengths", "tokens_per_step", "memory", "given", "overlap", "samples", "seed")
-_SET_HELP = "A strategy of the set, or STRATEGY:LIMIT in tokens; or KEY=VALUE, an option of the model. Repeatable."
+_OF_MODEL = ("cluster", "lengths", "tokens_per_step", "memory", "given", "strategies", "overlap", "samples", "seed")
+_SET_HELP = "KEY=VALUE, an option of the model; or as -s. Repeatable."
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,12 @@ class SimulateRequest:
         tuple[str, ...],
         typer.Argument(
             metavar="[STRATEGY]...",
-            help="Strategies of the set, as for --set.",
+            help="Strategies of the set, as for -s; STRATEGY:LIMIT gives the longest sequence, in tokens.",
             show_default=False,
             autocompletion=complete_strategies,
         ),
     ] = ()
+    strategies: Strategies = ()
     cluster: Cluster = None
     lengths: Lengths = None
     tokens_per_step: TokensPerStep = None
@@ -79,7 +81,9 @@ class SimulateRequest:
             if getattr(self, name) is None:
                 raise typer.BadParameter("it is missing", param_hint=_option(name))
         if not self.named:
-            raise typer.BadParameter("name the strategies of the set, such as --set dp4 --set tp4", param_hint="--set")
+            raise typer.BadParameter(
+                "name the strategies of the set, such as -s dp4:512 -s cp4", param_hint="--strategy"
+            )
 
     @property
     def table(self) -> str | None:
@@ -89,7 +93,8 @@ class SimulateRequest:
     @property
     def named(self) -> list[str]:
         """The strategies of the set, with their limits."""
-        return split_strategies((*(one for one in self.source.options if not _ASSIGNMENT.match(one)), *self.given))
+        by_set = (one for one in self.source.options if not _ASSIGNMENT.match(one))
+        return split_strategies((*by_set, *self.strategies, *self.given))
 
     @property
     def model_options(self) -> tuple[str, ...]:
@@ -108,4 +113,5 @@ class SimulateRequest:
 
 
 def _option(name: str) -> str:
-    return "STRATEGY" if name == "given" else "--" + name.replace("_", "-")
+    named = {"given": "STRATEGY", "strategies": "--strategy"}
+    return named.get(name, "--" + name.replace("_", "-"))

@@ -32,7 +32,8 @@ def run_switch(request: SwitchRequest) -> None:
     plan = plan_switch(before, after, cluster, request.planner)
     plan.verify()
     if write_json(request.json, plan.to_json()):
-        _show(f"{request.source.model}: {before.name} -> {after.name}; {predicted_for(request.cluster, cluster)}", plan)
+        head = f"{request.source.model}: {before.name} -> {after.name}; bytes of all ranks"
+        _show(f"{head}; {predicted_for(request.cluster, cluster)}", plan)
 
 
 def same_world(source: GraphSource, texts: Sequence[str], path: str | None) -> tuple[list[Strategy], ClusterSpec]:

@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from fxpar.cli.console import human_bytes, human_seconds, print_table, stderr_console, stdout_console, working
+from fxpar.cli.console import human_bytes, human_seconds, print_table, show_notes, stdout_console, working
 from fxpar.cli.request import check_output, collected_warnings, write_json, write_output
 from fxpar.cli.tasks_commands import TasksRequest
 from fxpar.errors import TasksFileError
@@ -63,8 +63,7 @@ def _of_model(request: TasksRequest) -> tuple[TasksPlan, str | None, str]:
         steps = tasks.steps()
         status.update("lowering and planning")
         found = plan_tasks(steps, tasks.cluster)
-    for note in notes:
-        stderr_console().print(f"note: {note}", markup=False)
+    show_notes(notes)
     of_run = tasks.planned(found.runs, steps) if request.writes_run and found.runs else None
     return found, of_run, str(tasks.cluster.sustained)
 

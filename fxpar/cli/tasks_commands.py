@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from fxpar.cli.names import EXAMPLE_NAMES
 from fxpar.cli.options import Json
 from fxpar.ir.strategy_text import MOST_RANKS
 
@@ -59,6 +60,10 @@ class TasksRequest:
             raise typer.BadParameter(f"{self.action!r} is none of {', '.join(ACTIONS)}", param_hint="ACTION")
         if bool(self.file) == (self.case is not None):
             raise typer.BadParameter("name a file or a --case, one of the two", param_hint="FILE")
+        if _names_model(self.file):
+            example = f"{self.file}:function" if self.file.endswith(".py") else self.file
+            why = f"{self.file!r} names a model, and its tasks are missing: write a TOML file with model = {example!r}"
+            raise typer.BadParameter(f"{why} and [tasks.NAME] for each (docs/tasks.md)", param_hint="FILE")
         if self.devices is None and not self.is_model:
             raise typer.BadParameter("say how many devices there are", param_hint="--devices")
 
@@ -71,3 +76,8 @@ class TasksRequest:
     def writes_run(self) -> bool:
         """Whether the run as planned is asked for, not a page."""
         return self.output is not None and self.output.endswith(".toml")
+
+
+def _names_model(file: str) -> bool:
+    """Whether it is what MODEL is for other commands, and no file of tasks."""
+    return file.startswith("hf:") or file in EXAMPLE_NAMES or file.partition(":")[0].endswith(".py")

@@ -57,11 +57,11 @@ MOST_DRAWN = 2**14  # ranks: so many take 5 CPU seconds and 1 MB of a page
 
 def run_viz(request: VizRequest) -> None:
     """Do it. Raises FxparError."""
-    if request.open and request.output == "-":
+    if request.open and request.target == "-":
         raise OpenStdoutError()
-    if request.trace is not None and Path(request.trace).resolve() == Path(request.output).resolve():
-        raise SameOutputError(request.output)
-    for path in (request.output, request.trace):
+    if request.trace is not None and Path(request.trace).resolve() == Path(request.target).resolve():
+        raise SameOutputError(request.target)
+    for path in (request.target, request.trace):
         check_output(path)
     model = request.source.model
     request, plan = _planned(request)
@@ -76,12 +76,12 @@ def run_viz(request: VizRequest) -> None:
             status.update("drawing")
             return found
 
-        if request.format == "model-explorer" or request.trace is not None:
+        if request.form == "model-explorer" or request.trace is not None:
             written = _write(request, views(), notes)
         else:
             _write_document(request, _kept_document(request, cluster, plan, notes, views))
-            written = [request.output]
-    if request.output != "-":
+            written = [request.target]
+    if request.target != "-":
         console = stdout_console()
         for path in written:
             console.print(f"{path}: {human_bytes(Path(path).stat().st_size)}", markup=False)
@@ -201,20 +201,20 @@ def _kept_document(
 
 
 def _write_document(request: VizRequest, document: dict[str, Any]) -> None:
-    write_output(request.output, page_html(document) if request.format == "html" else to_json(document))
+    write_output(request.target, page_html(document) if request.form == "html" else to_json(document))
 
 
 def _write(request: VizRequest, views: list[Viewed], notes: Sequence[str]) -> list[str]:
     """The files that were written, the one asked for first."""
-    written = [request.output]
+    written = [request.target]
     insides = inside_of(views)
-    if request.format == "model-explorer":
+    if request.form == "model-explorer":
         shown = shown_parts(views)
         collection = graph_collection(request.source.model, shown)
-        write_output(request.output, json.dumps(collection))
-        if request.output != "-":
+        write_output(request.target, json.dumps(collection))
+        if request.target != "-":
             for name, data in node_data(shown).items():
-                path = str(Path(request.output).with_suffix(f".{name}.json"))
+                path = str(Path(request.target).with_suffix(f".{name}.json"))
                 write_output(path, json.dumps(data))
                 written.append(path)
     else:
@@ -258,7 +258,7 @@ def _trace(views: list[Viewed], insides: Mapping[str, Inside]) -> dict[str, Any]
 
 
 def _open(request: VizRequest, written: Sequence[str]) -> None:
-    if request.format == "model-explorer":
-        open_model_explorer(request.output, [path for path in written[1:] if path != request.trace])
+    if request.form == "model-explorer":
+        open_model_explorer(request.target, [path for path in written[1:] if path != request.trace])
     else:
-        webbrowser.open(Path(request.output).resolve().as_uri())
+        webbrowser.open(Path(request.target).resolve().as_uri())

@@ -39,10 +39,10 @@ class LengthLimitError(FxparError):
 
 
 class StrategyWorldsError(FxparError):
-    """Strategies of one mini-batch do not all take all ranks."""
+    """Strategies of one mini-batch do not all take all ranks. `unit` is what limits count."""
 
-    def __init__(self, worlds: Mapping[int, tuple[str, int]], world: int) -> None:
-        sizes = ", ".join(f"{text!r} (up to {limit} tokens) uses {size}" for limit, (text, size) in worlds.items())
+    def __init__(self, worlds: Mapping[int, tuple[str, int]], world: int, unit: str = "tokens") -> None:
+        sizes = ", ".join(f"{text!r} (up to {limit} {unit}) uses {size}" for limit, (text, size) in worlds.items())
         super().__init__(
             f"each strategy must use all {world} ranks, but {sizes}. Change degrees so that each takes {world} "
             "(degrees multiply, those of stages and of strategies side by side add up), or the number of ranks"

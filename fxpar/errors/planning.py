@@ -203,7 +203,7 @@ class UnknownRoundCostError(FxparError):
         hint = nearest(name, names) or f"; there are {', '.join(names)}."
         super().__init__(
             f"there is no cost {one_line(name, 60)!r}{hint} Or name a JSON file of constants, or a model, "
-            "which is priced on a cluster: fxpar rounds MODEL --cost h100"
+            "which is priced on a cluster: fxpar rounds MODEL --cluster h100"
         )
 
 

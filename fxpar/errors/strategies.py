@@ -17,11 +17,12 @@ def _near_modules(glob: str, modules: Iterable[str]) -> str:
 
 
 class StrategySyntaxError(FxparError):
-    """A strategy string does not parse."""
+    """A strategy string does not parse: `part` of it, "" for the whole."""
 
     def __init__(self, text: str, part: str, why: str) -> None:
+        at = f" (at {part!r})" if part else ""
         super().__init__(
-            f"strategy {text!r}: {why} (at {part!r}). A strategy is axes joined by '.', then flags joined by '+', "
+            f"strategy {text!r}: {why}{at}. A strategy is axes joined by '.', then flags joined by '+', "
             "for example 'dp2.tp4+sp+zero1'."
         )
 
@@ -230,14 +231,18 @@ class NoExpertsError(FxparError):
         super().__init__(f"{where}: ep cuts experts, and {what} {none}. Write rows in place of ep to cut tokens alone.")
 
 
+def _module(fqn: str) -> str:
+    return repr(fqn) if fqn else "the model itself"
+
+
 class ExpertsDivideError(FxparError):
     """A strategy cuts experts over ranks that do not divide them."""
 
     def __init__(self, strategy: str, module: str, experts: int, degree: int) -> None:
         near = max(d for d in range(1, min(experts, degree) + 1) if experts % d == 0)
         super().__init__(
-            f"strategy {strategy!r}: the {experts} experts of {module!r} do not divide over {degree} ranks. Write "
-            f"ep{near}, or another degree that divides {experts}."
+            f"strategy {strategy!r}: the {experts} experts of {_module(module)} do not divide over {degree} ranks. "
+            f"Write ep{near}, or another degree that divides {experts}."
         )
 
 
@@ -248,10 +253,10 @@ class ExpertWeightsError(FxparError):
 
     def __init__(self, strategy: str, module: str, node: str, op: str) -> None:
         super().__init__(
-            f"strategy {strategy!r}: the weights of the experts of {module!r} are made by %{node} = {op}, of which it "
-            "is not known that each rank can make its own experts' weights of its part of the parameter. Under ep, "
-            "give each product by expert a parameter of its own, [experts, ...], transposed or cast at most; or use "
-            "tp, cp or rows for these modules."
+            f"strategy {strategy!r}: the weights of the experts of {_module(module)} are made by %{node} = {op}, of "
+            "which it is not known that each rank can make its own experts' weights of its part of the parameter. "
+            "Under ep, give each product by expert a parameter of its own, [experts, ...], transposed or cast at most; "
+            "or use tp, cp or rows for these modules."
         )
 
 
@@ -260,6 +265,6 @@ class ExpertIdsError(FxparError):
 
     def __init__(self, strategy: str, module: str, ids: str) -> None:
         super().__init__(
-            f"strategy {strategy!r}: the ids of the experts of {module!r} are {ids}; under ep they are [tokens, slots] "
-            "of a batch whose number of tokens is dynamic. Leave capture(dynamic=...) out."
+            f"strategy {strategy!r}: the ids of the experts of {_module(module)} are {ids}; under ep they are [tokens, "
+            "slots] of a batch whose number of tokens is dynamic. Leave capture(dynamic=...) out."
         )

@@ -131,6 +131,16 @@ class DeviceCountError(FxparError):
         )
 
 
+class StartedRanksError(FxparError):
+    """A launcher started another number of ranks than a run is for. `why` it is for so many, as a user wrote it."""
+
+    def __init__(self, world: int, started: int, why: str) -> None:
+        super().__init__(
+            f"this configuration is for {world} ranks ({why}), but {started} were started. Start {world} (torchrun "
+            f"--nproc-per-node N), or give strategies and ranks that are for {started}"
+        )
+
+
 class LaunchError(FxparError):
     """A local rank ended in another way than by an error of its own.
 

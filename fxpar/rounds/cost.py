@@ -135,7 +135,7 @@ def read_cost(path: str) -> RoundCost:
             repr(path), f"it holds a {type(data).__name__}", f"Write an object with {', '.join(known)}"
         )
     if "devices_per_node" in data:
-        do = "Name a model, which is priced on it: fxpar rounds MODEL --cost FILE"
+        do = "Name a model, which is priced on it: fxpar rounds MODEL --cluster FILE"
         raise RoundCostError(repr(path), "it describes a cluster, and there is no model", do)
     for key in data:
         if key not in known:

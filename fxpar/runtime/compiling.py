@@ -34,7 +34,7 @@ from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.teams import formations
-from fxpar.losses import IGNORE_INDEX, LossFunction
+from fxpar.losses import LossFunction
 from fxpar.lowering import default_passes, lower
 from fxpar.lowering.ladder import checked_ladder
 from fxpar.passes.casts import Casts
@@ -43,7 +43,7 @@ from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.passes.reduce_gradients import ReduceGradients
 from fxpar.passes.zero_shard import ZeroShard
 from fxpar.precision import Precision, with_precision
-from fxpar.runtime.reading import is_row_of_tokens
+from fxpar.runtime.reading import is_row_of_tokens, reading_of
 from fxpar.runtime.task import CompiledModel, Task
 from fxpar.tracer import capture
 from fxpar.tracer.dynamic import Dynamic
@@ -144,8 +144,8 @@ def lower_task(
         read, unpacked = packed_if_proved(read, force=bool(packed))
     else:
         _warn_of_rows(logical)
-    _warn_of_labels(logical, task)
-    programs = _programs(read, given, task.token_budget, as_precision(precision), passes, cluster)
+    unit = reading_of(logical, of_task=True).unit
+    programs = _programs(read, given, task.token_budget, as_precision(precision), passes, cluster, unit=unit)
     return CompiledModel(logical, programs, {}, as_precision(precision), read.packing, unpacked)
 
 
@@ -160,20 +160,6 @@ def _warn_of_rows(logical: LogicalGraph) -> None:
         )
 
 
-def _warn_of_labels(logical: LogicalGraph, task: Task) -> None:
-    """Of a mean over all tokens in a task whose example has some without a label: fxpar does not divide by these."""
-    mean, labels = logical.averaged, (task.example or {}).get("labels")
-    if mean is None or mean.fewer is None or labels is None or labels.is_meta:
-        return
-    unlabelled = int((labels == IGNORE_INDEX).sum())
-    if unlabelled > mean.fewer:
-        warn(
-            f"the loss is {mean.words}, which also divides by labels that are -100, {unlabelled} in the example. fxpar "
-            "takes the sum and divides by the others: loss and gradients have another scale than on one device. Leave "
-            "them out of the mean, or pass train_step(denominator=...)"
-        )
-
-
 def on_ranks(strategies: Mapping[int, Strategy | str], ranks: Sequence[int]) -> dict[int, Strategy]:
     """Strategies whose ranks begin at the first of these."""
     parsed = {limit: Strategy.parse(one) if isinstance(one, str) else one for limit, one in strategies.items()}
@@ -181,11 +167,11 @@ def on_ranks(strategies: Mapping[int, Strategy | str], ranks: Sequence[int]) -> 
 
 
 def _budgets(
-    strategies: Mapping[int, Strategy | str], token_budget: int | Mapping[int, int] | None
+    strategies: Mapping[int, Strategy | str], token_budget: int | Mapping[int, int] | None, unit: str = "tokens"
 ) -> dict[str, tuple[Strategy, int]]:
     """The strategies by name, each with the tokens of a micro-batch of the longest group that runs it."""
     parsed = [strategy for _, choice in sorted(strategies.items()) for strategy in formations(choice)]
-    groups = length_groups(strategies, world=parsed[0].world, token_budget=token_budget)
+    groups = length_groups(strategies, world=parsed[0].world, token_budget=token_budget, unit=unit)
     tokens = {group.strategy: group.token_budget for group in groups}
     return {name: (one, tokens[one]) for name, one in zip(strategy_names(parsed), parsed, strict=True)}
 
@@ -198,13 +184,14 @@ def _programs(
     passes: Ladder | None,
     cluster: ClusterSpec | None,
     kept: Mapping[str, TrainGraph] | None = None,
+    unit: str = "tokens",
 ) -> dict[str, TrainGraph]:
-    """A graph of rows, lowered for each strategy that is not `kept`."""
+    """A graph of rows, lowered for each strategy that is not `kept`; limits of strategies count `unit`."""
     computed = with_precision(rows, how)
     dtypes = {"accumulate": how.accumulate_dtype, "reduce": how.reduce_dtype}
     sizes = {dim.name for dim in rows.dims} & {"T"}
     programs = dict(kept or {})
-    for name, (strategy, tokens) in _budgets(strategies, token_budget).items():
+    for name, (strategy, tokens) in _budgets(strategies, token_budget, unit).items():
         if name not in programs:
             at = dict.fromkeys(sizes, tokens)
             ladder = default_passes(for_store=True, sizes=at, cluster=cluster, **dtypes)

@@ -12,6 +12,7 @@ from torch import nn
 
 from fxpar.batching import LengthGroup, length_groups
 from fxpar.batching.collate import ALIASES
+from fxpar.batching.groups import SIZES
 from fxpar.batching.ids import IdLimit, id_limits
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import BinsError, LimitBranchError, ParallelizeError, TaskError, naming_task, warn
@@ -104,7 +105,9 @@ def decide(
     if task.ranks is not None:
         check_ranks(name, task.ranks, world)
         strategies, world = on_ranks(strategies, task.ranks), len(task.ranks)
-    groups = length_groups(strategies, world=world, token_budget=task.token_budget)
+    with naming_task(name):
+        unit = SIZES if name else "tokens"
+        groups = length_groups(strategies, world=world, token_budget=task.token_budget, unit=unit)
     names = strategy_names([group.strategy for group in groups])
     device = device or model_device(module)
     cluster = cluster_here(options.cluster, dist.get_world_size(), device)

@@ -297,6 +297,10 @@ def _distinct(values: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor
 def _beyond(dim: Dim, size: int) -> str:
     """What a size means that the captured forward does not hold for, and where its bounds come from."""
     most = "or more" if dim.maximum is None else f"to {dim.maximum}"
+    if size == 0:
+        return (
+            f"{in_words(dim.name)} is 0, and the captured forward holds for {dim.minimum} {most}: leave such calls out"
+        )
     return (
         f"{in_words(dim.name)} is {size}, and the captured forward holds for {dim.minimum} {most}, because "
         f"the model, or torch within one of its calls, went one way at {dim.name}={dim.example}: a table of that many "

@@ -96,6 +96,12 @@ class Reading(ABC):
         """What the summed loss of all of them is divided by."""
 
     @abstractmethod
+    def averaged(self, items: Sequence[Sequence_], fewer: int, example: Mapping[str, Tensor] | None) -> int:
+        """What the means of all of them divide by on one device, where a mean is over all tokens, with a label or
+        without, but for so many `fewer` of a sequence, or of the example if batches are whole.
+        """
+
+    @abstractmethod
     def row(self, program: Program, items: Sequence[Sequence_], micro: MicroBatch) -> dict[str, Tensor]:
         """The batch of a micro-batch, padded as the program needs it."""
 
@@ -140,6 +146,10 @@ class TokenRows(Reading):
 
     def valid(self, items: Sequence[Sequence_]) -> int:
         return valid_tokens(items)
+
+    def averaged(self, items: Sequence[Sequence_], fewer: int, example: Mapping[str, Tensor] | None) -> int:
+        parts = self.apart(items)
+        return sum(self.lengths(parts)) - fewer * len(parts)
 
     def row(self, program: Program, items: Sequence[Sequence_], micro: MicroBatch) -> dict[str, Tensor]:
         return row_of(program, items, micro)
@@ -243,6 +253,12 @@ class WholeBatches(Reading):
         if items and not count:
             raise NoValidTokenError(len(items))
         return count
+
+    def averaged(self, items: Sequence[Sequence_], fewer: int, example: Mapping[str, Tensor] | None) -> int:
+        if "labels" not in self.keys or example is None:  # rows count
+            return self.valid(items)
+        labels: list[Tensor] = [item["labels"] for item in items]  # type: ignore[index,call-overload]
+        return sum(one.numel() - fewer * _rows({"": one}) // _rows({"": example["labels"]}) for one in labels)
 
     def row(self, program: Program, items: Sequence[Sequence_], micro: MicroBatch) -> dict[str, Tensor]:
         (index,) = micro.sequences

@@ -70,7 +70,7 @@ class Session:
     hooks: dict[str, int] | None  # of modules, at the capture; None once a user was told
     attributes: list[PlainAttribute]  # as they were at the capture, but for those of which a user was told
     labels_seen: bool = False  # whether there was a mini-batch
-    scale_told: bool = False
+    scale_told: set[str] = field(default_factory=set)  # tasks
     logged: set[str] = field(default_factory=set)  # of what joined other groups, each once
 
     @property
@@ -162,7 +162,8 @@ class Session:
         self._warn_of_changes()
         buffers = dict(module.named_buffers(remove_duplicate=False))
         before = dict(buffers)
-        report = step(self._given(batches, denominator), buffers)
+        given = self._given(batches, denominator)
+        report = step(given, buffers)
         for one in self.tasks.values():
             one.engine.steps = report.step  # of tasks without a batch too
         if not report.skipped:
@@ -173,7 +174,8 @@ class Session:
         self.log_merged(report)
         if self.options.tasks is None:
             self._warn_of_labels(batches)
-            self._warn_of_scale(report, denominator)
+        for each in given:
+            self._warn_of_scale(each, report.tasks.get(each.engine.task, report).valid_tokens)
         return report
 
     def log_merged(self, report: StepReport) -> None:
@@ -196,19 +198,23 @@ class Session:
             )
         self.labels_seen = True
 
-    def _warn_of_scale(self, report: StepReport, denominator: object) -> None:
-        """Once, of a mean over all tokens where some of a mini-batch have no label: fxpar does not divide by these."""
-        mean = self.evaluation.averaged
-        if mean is None or mean.fewer is None or denominator is not None or self.scale_told:
+    def _warn_of_scale(self, given: Given, valid: int) -> None:
+        """Once of each task, of a mean over all tokens where some of a mini-batch have no label: fxpar does not divide
+        by these.
+        """
+        name = given.engine.task
+        one = self.tasks[name]
+        mean = one.evaluation.averaged
+        if mean is None or mean.fewer is None or given.denominator is not None or name in self.scale_told:
             return
-        numbers = report.tokens - mean.fewer * report.sequences
-        if numbers != report.valid_tokens:
-            self.scale_told = True
+        numbers = given.engine.reading.averaged(given.sequences, mean.fewer, one.task.example)
+        if numbers != valid:
+            self.scale_told.add(name)
             warn(
-                f"the loss is {mean.words}, a mean over tokens that also divides by those whose label is -100: in this "
-                f"mini-batch by {numbers}, where fxpar takes the sum and divides by the {report.valid_tokens} valid "
-                "tokens. So loss and gradients have another scale than on one device: pass "
-                "train_step(denominator=...), or return the sum times a factor of your own"
+                f"{f'task {name!r}: ' if name else ''}the loss is {mean.words}, a mean over tokens that also divides "
+                f"by those whose label is -100: in this mini-batch by {numbers}, where fxpar takes the sum and "
+                f"divides by the {valid} valid tokens. So loss and gradients have another scale than on one device: "
+                "pass train_step(denominator=...), or return the sum times a factor of your own"
             )
 
     def _warn_of_hooks(self, module: nn.Module) -> None:

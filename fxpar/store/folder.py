@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpar.errors import MissingPackageError, WeightsFolderError, WeightsMismatchError, nearest
+from fxpar.errors import MissingPackageError, WeightsFolderError, WeightsMismatchError, nearest, warn
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
@@ -149,11 +149,14 @@ def _weight_files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A parameter or buffer: its whole shape, all its names (tied weights have several), whether it holds floats."""
+    """A parameter or buffer: its whole shape, all its names (tied weights have several), whether it holds floats, and
+    whether it is a parameter that is not trained.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     is_float: bool = True
+    is_frozen: bool = False
 
 
 def wanted_of(module: nn.Module) -> list[Wanted]:
@@ -164,7 +167,13 @@ def wanted_of(module: nn.Module) -> list[Wanted]:
         if isinstance(value, Tensor):
             names.setdefault(id(value), []).append(name)
             tensors[id(value)] = value
-    return [Wanted(tuple(names[i]), tuple(t.shape), t.dtype.is_floating_point) for i, t in tensors.items()]
+    return [
+        Wanted(tuple(names[i]), tuple(t.shape), t.dtype.is_floating_point, _is_frozen(t)) for i, t in tensors.items()
+    ]
+
+
+def _is_frozen(value: Tensor) -> bool:
+    return isinstance(value, nn.Parameter) and not value.requires_grad
 
 
 def fit(folder: WeightsFolder, wanted: Sequence[Wanted], about: Weights) -> dict[str, str]:
@@ -216,12 +225,20 @@ class Given:
 
     @classmethod
     def to(cls, module: nn.Module, weights: Weights | str | os.PathLike[str]) -> Given:
-        """Nothing is changed, and no values are read. Raises WeightsFolderError, WeightsMismatchError,
-        MissingPackageError.
+        """Nothing is changed, and no values are read. Warns of parameters that are neither in the folder nor trained.
+        Raises WeightsFolderError, WeightsMismatchError, MissingPackageError.
         """
-        about = Weights.of(weights)
+        about, wanted = Weights.of(weights), wanted_of(module)
         folder = WeightsFolder.open(about.folder)
-        return cls(folder, fit(folder, wanted_of(module), about))
+        found = cls(folder, fit(folder, wanted, about))
+        frozen = [one.names[0] for one in wanted if one.is_frozen and one.names[0] not in found.names]
+        if frozen:
+            warn(
+                f"{len(frozen)} frozen parameters are not in {folder.path}, so they keep the values that they are "
+                f"initialised with: {', '.join(frozen[:3])}{', ...' * (len(frozen) > 3)}. Train them, or start from "
+                "weights that have them"
+            )
+        return found
 
     @property
     def names(self) -> Collection[str]:

@@ -8,8 +8,9 @@ import time
 import torch
 from torch import nn
 
-from fxpar.errors import CaptureError, LossFunctionError, warn
+from fxpar.errors import CaptureError, DynamicDimError, LossFunctionError, warn
 from fxpar.errors.base import one_line
+from fxpar.errors.capture import in_words
 from fxpar.ir.collector import collector_paused
 from fxpar.ir.graph import TOKEN_NUMBERS, LogicalGraph
 from fxpar.tracer.dynamic import Dynamic, resolve_dynamic, token_row
@@ -77,6 +78,9 @@ def _capture(
     device = model_device(model)
     batch = named_batch(example_batch)
     dims = resolve_dynamic(dynamic, batch)
+    if empty := [dim.name for dim in dims.dims if dim.example == 0]:
+        why = "the example batch has nothing in it. Give one with 1 or more, of which only shapes and dtypes are read"
+        raise DynamicDimError(f"{in_words(empty[0])} is 0: {why}")
     ids = token_row(batch, dims)
     if ids is not None:
         batch, dims = batch | {TOKEN_NUMBERS: batch[ids].long()}, dims.with_like(TOKEN_NUMBERS, ids)

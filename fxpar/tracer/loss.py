@@ -15,11 +15,12 @@ from torch import Tensor, fx
 
 from fxpar.errors import LossError, warn
 from fxpar.ir.graph import Averaged
+from fxpar.ir.node_meta import source_of
 from fxpar.torch_api.symbolic import hint, known_equal
 from fxpar.torch_api.tracing import node_of
 from fxpar.tracer.context import CaptureContext, Mean
 from fxpar.tracer.counts import CASTS, SCALINGS, is_of_parameters, is_static, is_whole, out_of_place
-from fxpar.tracer.means import check_sum
+from fxpar.tracer.means import check_sum, no_sum
 
 
 def as_sum(loss: Any, context: CaptureContext) -> tuple[Tensor, Averaged | None]:
@@ -36,12 +37,26 @@ def as_sum(loss: Any, context: CaptureContext) -> tuple[Tensor, Averaged | None]
         root = root.all_input_nodes[0]
     if root not in means:
         check_sum(node, means)
+        _tell_no_sum(node)
         return loss, None
     mean = means[root]
     total = node_of(mean.total)
     assert total is not None
     check_sum(total, means)
     return _replay(chain, mean, loss), _averaged(mean, context)
+
+
+def _tell_no_sum(loss: fx.Node) -> None:
+    """Say what becomes of a loss that is neither a sum nor a mean: what each batch returns is one term."""
+    node = no_sum(loss)
+    if node is not None:
+        line = source_of(node)
+        warn(
+            f"the loss is neither a sum over tokens or rows nor a mean of them: `{str(node.target).split('.')[1]}`"
+            f"{f' at {line}' if line else ''} makes one number of all. fxpar runs each sequence or batch, adds up what "
+            "they return, and divides by the valid tokens of the mini-batch, or by its rows: another scale than on one "
+            "device. Pass train_step(denominator=the number of sequences or batches) for their mean"
+        )
 
 
 def _check_scalar(loss: Any) -> None:

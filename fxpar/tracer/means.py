@@ -68,6 +68,16 @@ _SHAPES_LOSSES = {
     aten.maximum.default,
     aten.minimum.default,
 }
+# What else adds up, linear in each of its operands.
+_ADDS = _LINEAR | {
+    aten.dot.default,
+    aten.mv.default,
+    aten.mm.default,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.scatter_add.default,
+    aten.index_add.default,
+}
 _POOLS = ("aten.avg_pool", "aten._adaptive_avg_pool", "aten.adaptive_avg_pool")
 _AVERAGES = 1  # aten's number for reduction="mean"
 
@@ -88,6 +98,36 @@ def check_sum(loss: fx.Node, means: dict[fx.Node, Mean]) -> None:
     """Raise MeanLossError at a mean, and at a factor or divisor that depends on how long the batch is."""
     for place in behind_loss(loss):
         _check(place, means)
+
+
+def no_sum(loss: fx.Node) -> fx.Node | None:
+    """What makes one number of all tokens or rows without adding their losses up: a statistic such as `std`, or an op
+    that is not linear in a sum, such as its square. None for a loss that is a sum.
+    """
+    for place in behind_loss(loss):
+        node = place.node
+        if node.op != "call_function" or not _closes_floats(node) or is_of_batch(node) or is_of_parameters(node):
+            continue
+        if node.target not in _ADDS and not _has_reduction(node):
+            return node
+        if not place.direct:
+            return place.by or node
+    return None
+
+
+def _closes_floats(node: fx.Node) -> bool:
+    """Whether it makes a static result of numbers with a dynamic dim."""
+    if node.target in FACTORIES | SHAPED:  # of a tensor they take the shape
+        return False
+    return bool(node.all_input_nodes) and not is_whole(node.meta.get("val")) and _closes(node)
+
+
+def _has_reduction(node: fx.Node) -> bool:
+    """Whether it is a loss that is summed (a mean of it is told already), or adds at indices."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    names = [argument.name for argument in schema_of(node.target).arguments]
+    return "reduction" in names or ("reduce" in names and _argument(node, names, "reduce", "") == "sum")
 
 
 def behind_loss(loss: fx.Node) -> Iterator[Place]:

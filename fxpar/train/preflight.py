@@ -25,6 +25,7 @@ from fxpar.errors import (
     RunFolderError,
     RunInUseError,
     TooManyRanksError,
+    muted_warnings,
 )
 from fxpar.ir.teams import formations
 from fxpar.store.folder import Given
@@ -34,9 +35,13 @@ from fxpar.train.model import VOCAB_MULTIPLE, shapes_for, shapes_of, weights_in
 from fxpar.train.optimize import CLASSES
 from fxpar.train.schema import shown
 from fxpar.train.session import TRAINED, check_steps_left, latest
-from fxpar.train.task_source import check_tasks, task_model
+from fxpar.train.task_source import OF_ONE_LOSS, check_tasks, given_counts, task_model
 from fxpar.train.tasks import texts_of as task_texts
 
+_OF_TASKS = (
+    "it was written by a run of tasks, and this configuration has [data] alone. Go on with the sections [task.NAME] of "
+    "that run, or start another run from these weights: fxpar export, then model.weights"
+)
 RANKS_PER_CORE = 4  # more are a mistake, if nobody said how many
 
 
@@ -89,7 +94,8 @@ def _check_weights(config: TrainConfig, folder: str | None, model: Callable[[], 
     """Weights to start from, if there are any, fit the model. Raises what `Given.to` raises."""
     weights = weights_in(config, folder)
     if weights is not None:
-        Given.to(model(), weights)
+        with muted_warnings():  # ranks tell them
+            Given.to(model(), weights)
 
 
 def _has_bytes(file: Path) -> bool:
@@ -126,6 +132,8 @@ def check_resumed(config: TrainConfig, checkpoint: Path) -> None:
     done, loader = extra.get("step"), extra.get("loader")
     if isinstance(done, int):
         check_steps_left(checkpoint, done, config)
+    if isinstance(loader, dict) and (given_counts(loader) is None) == bool(config.tasks):
+        raise ResumeError(str(checkpoint), OF_ONE_LOSS if config.tasks else _OF_TASKS)
     if config.tasks:  # each goes on at its next item: nothing was drawn from a corpus
         return
     before = loader.get("fingerprint") if isinstance(loader, dict) else None

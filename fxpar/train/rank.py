@@ -24,10 +24,9 @@ from fxpar.errors import (
     OutputError,
     PeerLostError,
     RunInUseError,
-    StrategyWorldsError,
+    StartedRanksError,
     VizDependencyError,
 )
-from fxpar.ir.teams import formations
 from fxpar.monitor import Monitor, looks_like_peer_loss, print_and_exit, unwatched
 from fxpar.runtime.planned import on_rank_0, parameters_of
 from fxpar.runtime.report import merged_text, ride_text
@@ -44,7 +43,6 @@ from fxpar.train.records import StepRecord, Totals
 from fxpar.train.report import REPORT, ReportParts, collect, write_report
 from fxpar.train.session import TrainSession, open_session, static_config
 from fxpar.train.stop import StopRequest, agree
-from fxpar.train.strategies import AUTO
 from fxpar.train.task_source import TaskLoader
 from fxpar.train.tasks import texts_of
 from fxpar.train.text import NOTHING, Prepared, describe, keep_tokenizer, prepare_once
@@ -119,9 +117,7 @@ def run_rank(job: Job, stop: StopRequest) -> Outcome:
     config = job.config
     rank, world, local_rank = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if world != config.world:
-        known = config.strategies or [pair for one in config.tasks.values() for pair in one.by_length(())]
-        sizes = {limit: (text, formations(text)[0].world) for limit, text in known}
-        raise StrategyWorldsError(sizes or {config.max_length: (AUTO, config.world)}, world)
+        raise StartedRanksError(config.world, world, _why(config))
     torch.set_num_threads(config.run.threads)
     device = choose_device(config.run.device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
     if rank == 0:
@@ -141,6 +137,14 @@ def run_rank(job: Job, stop: StopRequest) -> Outcome:
         if rank == 0:
             unlock_folders(config)
         dist.destroy_process_group()
+
+
+def _why(config: TrainConfig) -> str:
+    """Why a run is for so many ranks."""
+    if config.run.ranks is not None:
+        return f"run.ranks = {config.run.ranks}"
+    texts = [repr(text) for text in texts_of(config.tasks, config.strategies)]
+    return ", ".join([*texts, *(f"task.{name}.ranks = {one.ranks}" for name, one in config.tasks.items() if one.ranks)])
 
 
 def _claim(config: TrainConfig, rank: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxpar.models
 from fxpar.batching import LengthGroup, length_groups
-from fxpar.batching.lengths import length_limits
+from fxpar.batching.lengths import LengthLimits, length_limits
 from fxpar.batching.planner import by_group
 from fxpar.errors import (
     ConfigError,
@@ -23,21 +23,17 @@ from fxpar.errors import (
     naming_task,
 )
 from fxpar.ir.dtype_names import dtype_of_short
-from fxpar.ir.graph import LogicalGraph
-from fxpar.ir.strategy import Strategy
 from fxpar.ir.teams import formations
 from fxpar.losses import next_token_labels
-from fxpar.lowering.driver import check_strategy
-from fxpar.lowering.pipeline import cut
 from fxpar.models.loaded import LoadedModel, cast_batch
 from fxpar.models.loaders import is_function
 from fxpar.models.user_function import find_function, load_module
 from fxpar.precision.precision import parse_dtype
-from fxpar.runtime.compiling import capture_step
-from fxpar.runtime.reading import reading_of
+from fxpar.runtime.compiling import capture_step, lower_task
+from fxpar.runtime.reading import Reading, reading_of
 from fxpar.runtime.task import Task
 from fxpar.tracer.finish import without_unread
-from fxpar.train.config import TrainConfig
+from fxpar.train.config import TrainConfig, described_cluster
 from fxpar.train.model import freeze, texts_of
 from fxpar.train.tasks import example_of, function_place
 
@@ -110,26 +106,19 @@ def items_of(config: TrainConfig, name: str) -> Items:
 
 
 def check_tasks(config: TrainConfig) -> None:
-    """Capture each task on a model without values, and see that its strategies fit and its first items can be run:
-    ranks would find it out too. Raises as these do; messages name the task.
+    """Capture each task on a model without values, see that its first items can be run, and lower it: ranks would find
+    it out too. Raises as these do; messages name the task.
     """
-    model = task_model(config, "meta")
+    model, cluster = task_model(config, "meta"), described_cluster(config.engine)
     for name, task in tasks_of(config).items():
         with naming_task(name), muted_warnings():
             logical = capture_step(model, task.loss, task.example, task.dynamic, tell_unused=False)
             strategies = dict(config.tasks[name].by_length(config.strategies))
-            for strategy in dict.fromkeys(one for text in strategies.values() for one in formations(text)):
-                for team in range(len(strategy.teams)) or [None]:
-                    _check_strategy(logical, strategy if team is None else strategy.of_team(team))
             world = formations(list(strategies.values())[-1])[0].world
-            groups = length_groups(strategies, world=world, token_budget=task.token_budget)
-            _check_items(_first_items(config, name), without_unread(logical), groups)
-
-
-def _check_strategy(logical: LogicalGraph, strategy: Strategy) -> None:
-    check_strategy(logical, strategy)
-    if strategy.pipeline_size > 1:
-        cut(logical, strategy)
+            reading = reading_of(without_unread(logical), of_task=True)
+            groups = length_groups(strategies, world=world, token_budget=task.token_budget, unit=reading.unit)
+            _check_items(_first_items(config, name), reading, length_limits(logical), groups)
+            lower_task(logical, replace(task, strategies=strategies), config.precision.compute, cluster=cluster)
 
 
 def _first_items(config: TrainConfig, name: str) -> list[Item]:
@@ -138,8 +127,7 @@ def _first_items(config: TrainConfig, name: str) -> list[Item]:
     return [items(number) for number in range(task.validation, task.validation + task.items)]
 
 
-def _check_items(items: list[Item], logical: LogicalGraph, groups: Sequence[LengthGroup]) -> None:
-    reading, limits = reading_of(logical, of_task=True), length_limits(logical)
+def _check_items(items: list[Item], reading: Reading, limits: LengthLimits, groups: Sequence[LengthGroup]) -> None:
     reading.check(items)
     lengths = reading.lengths(items)
     for index, length in enumerate(lengths):
@@ -184,6 +172,18 @@ def _example(item: Item) -> Mapping[str, Tensor]:
     return {key: value[None] for key, value in item.items()} if ids is not None and ids.dim() == 1 else item
 
 
+OF_ONE_LOSS = (
+    "it was written by a run without tasks, on text, and this configuration has tasks. Start another run from these "
+    "weights: fxpar export, then model.weights"
+)
+
+
+def given_counts(state: object) -> Mapping[str, int] | None:
+    """How many items each task was given, from the state of a `TaskLoader`; None of another loader's."""
+    counts = state.get("tasks") if isinstance(state, Mapping) else None
+    return counts if isinstance(counts, Mapping) else None
+
+
 @dataclass
 class TaskLoader:
     """Mini-batches without end: of each task its next `items`, by number. The first `validation` numbers are held out.
@@ -224,6 +224,7 @@ class TaskLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises ResumeError for the state of another loader."""
-        if not isinstance(state.get("tasks"), Mapping):
-            raise ResumeError(str(self.config.checkpoints), "it was written by a run without tasks")
-        self.given = {str(name): int(count) for name, count in state["tasks"].items()}
+        counts = given_counts(state)
+        if counts is None:
+            raise ResumeError(str(self.config.checkpoints), OF_ONE_LOSS)
+        self.given = {str(name): int(count) for name, count in counts.items()}

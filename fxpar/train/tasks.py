@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpar.batching import length_groups
+from fxpar.batching.groups import SIZES
 from fxpar.errors import FxparError
 from fxpar.ir.dtype_names import SHORT_DTYPES
 from fxpar.ir.teams import formations
@@ -109,7 +110,7 @@ def task_problems(tasks: Tasks, model: str, strategies: Strategies, ranks: int |
             found.append(f"task.{name}.ranks = {many} must be consecutive ones of 0 to {world - 1}")
             continue
         try:
-            length_groups(dict(own), world=len(many), token_budget=task.token_budget)
+            length_groups(dict(own), world=len(many), token_budget=task.token_budget, unit=SIZES)
         except FxparError as error:
             found.append(f"task.{name}: {error}")
     return found

@@ -172,7 +172,11 @@ _GROUP_COLUMNS: tuple[tuple[str, Callable[[GroupRecord], str], int], ...] = (
 
 def group_table(record: StepRecord, width: int) -> Table:
     """One line per group of one step; as many columns as there is room for."""
-    shown = [(title, [cell(group) for group in record.groups], rank) for title, cell, rank in _GROUP_COLUMNS]
+    titles = _titles((title for title, _, _ in _GROUP_COLUMNS), record.groups)
+    shown = [
+        (title, [cell(group) for group in record.groups], rank)
+        for title, (_, cell, rank) in zip(titles, _GROUP_COLUMNS, strict=True)
+    ]
 
     def columns() -> int:
         return sum(max(map(len, [title, *cells])) + 2 for title, cells, _ in shown)
@@ -188,12 +192,14 @@ def group_table(record: StepRecord, width: int) -> Table:
 
 
 _TOTAL_TITLES = ("up to", "strategy", "seqs", "tokens", "of all", "time", "of all", "switch", "moved", "reduce")
+_OF_TASKS = {"seqs": "items", "sequences": "items", "tokens": "size"}  # titles where some groups count no tokens
 
 
 def summary_lines(totals: Totals, width: int | None = None) -> Iterator[str]:
     """Tokens and time by length group, shares of the time, first and last loss; the table fits a `width`."""
     rows = [_total_row(group, totals) for group in totals.groups]
-    yield from table_lines(_TOTAL_TITLES, rows, [i for i in range(len(_TOTAL_TITLES)) if i != 1], width)
+    titles = _titles(_TOTAL_TITLES, totals.groups)
+    yield from table_lines(titles, rows, [i for i in range(len(_TOTAL_TITLES)) if i != 1], width)
     yield "(switch, moved, reduce: mean of the steps in which the group ran)"
     skipped = f", {totals.skipped} skipped" if totals.skipped else ""
     yield f"steps    {totals.steps}{skipped}, {totals.wall_s:.1f} s, {totals.wall_s / totals.steps:.2f} s each"
@@ -212,13 +218,19 @@ def summary_lines(totals: Totals, width: int | None = None) -> Iterator[str]:
     yield f"loss     {totals.first_loss:.4f} -> {totals.last_loss:.4f}{held_out}"
 
 
+def _titles(titles: Iterable[str], groups: Iterable[GroupRecord | GroupTotal]) -> list[str]:
+    """Those of tasks, unless all groups count tokens."""
+    return list(titles) if counts_tokens(groups) else [_OF_TASKS.get(title, title) for title in titles]
+
+
 def _total_row(group: GroupTotal, totals: Totals) -> tuple[str, ...]:
+    alike = sum(other.tokens for other in totals.groups if other.unit == group.unit)  # rows are no tokens
     return (
         f"{group.limit:,}",
         group.strategy,
         f"{group.sequences:,}",
         size_text(group),
-        percent(group.tokens, totals.tokens),
+        percent(group.tokens, alike),
         f"{group.wall_s:.1f} s",
         percent(group.wall_s, totals.wall_s),
         f"{group.switch_s / group.steps * 1e3:.0f} ms",

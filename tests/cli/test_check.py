@@ -126,6 +126,7 @@ def test_override_that_matches_nothing():
 BAD = [
     (("llama", "-s", "dp2,tp2+zro1"), "unknown flag 'zro1'; did you mean 'zero1'"),
     (("llama", "-s", "dp2,,tp2"), "a strategy in the list is empty"),
+    (("llama", "-s", " "), "strategy '': it is empty. A strategy is axes"),
     (("llama", "-s", "dp2,tp4", "--world", "4"), "needs 2 ranks (the product of its degrees), but the world has 4"),
     (("llama", "-s", "tp2", "--override", "*.weight"), "override '*.weight': is not an assignment"),
     (("llama", "-s", "tp2", "--override", "*.weight=X(0)@tp"), "'X(0)@tp' is not a placement"),

@@ -61,6 +61,12 @@ def test_answers_that_need_no_torch():
         assert said in result.stderr
 
 
+def test_a_start_imports_no_arrays():
+    """scipy alone takes 0.3 CPU seconds; commands that solve something import it."""
+    code = "import sys\nimport fxpar.cli.app\nprint(sorted({'numpy', 'scipy', 'torch'} & set(sys.modules)))\n"
+    assert run(code=code).stdout == "[]\n"
+
+
 def test_answers_from_the_cache_do_without_the_compiler():
     """What commands on a graph import: torch._dynamo alone takes a second, and only captures need it."""
     code = (

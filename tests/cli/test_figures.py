@@ -61,6 +61,19 @@ def test_viz_agrees(tmp_path):
         assert any(value.startswith(each) for _, value in page["about"][strategy])
 
 
+def test_order_agrees():
+    """Under replicas a run moves what a dump reduces: weights from home and gradients to it are an all-reduce in two
+    halves. `order` says bytes of all ranks, the others of one.
+    """
+    sent = dump("dp4", 64)["sent"]
+    found = read("order", "llama", "-s", "dp4", "--dtype", "float32", "--tokens", "64")
+    moved = found["intra_node_bytes"] + found["inter_node_bytes"]
+    of_loss = 2 * 3 / 4 * 4  # a dump reduces it with the gradients
+    assert moved == 4 * (sent["mini_batch_bytes"] - of_loss)
+    assert found["per_token_bytes"] == moved / 64
+    assert sent["per_token_bytes"] == sent["micro_batch_bytes"] == 0  # nothing grows with tokens
+
+
 PADDED = """
 import torch
 from fxpar.losses import causal_lm
@@ -90,7 +103,7 @@ def test_all_commands_say_the_same(strategy, kind, padded, tmp_path):
     explain, dumped = read("explain", *model, "-s", strategy), read("dump", *model, "-s", strategy)
     diff = read("diff", *model, "-s", "tp2", "-s", strategy)["new"]
     memory = read("memory", *model, "-s", strategy)
-    status, _, err = fxpar("viz", *model, "-s", strategy, "--format", "json", "-o", page)
+    status, _, err = fxpar("viz", *model, "-s", strategy, "--json", page)
     assert status == 0, err
     viz = json.loads(page.read_text())
     sent = explain["sent"]

@@ -83,7 +83,7 @@ def test_the_plan_as_json(lengths, tmp_path, capsys):
 def test_a_model_on_a_cluster(tmp_path):
     """Each team takes and holds what its strategy on all devices is predicted to."""
     (tmp_path / "lengths.txt").write_text("700\n90\n80\n")
-    asked = {"source": GraphSource("llama", options=("layers=1",)), "devices": 2, "cost": "h100", "max_length": None}
+    asked = {"source": GraphSource("llama", options=("layers=1",)), "devices": 2, "cluster": "h100", "max_length": None}
     asked |= {"lengths": str(tmp_path / "lengths.txt"), "memory": "3MB", "json": str(tmp_path / "plan.json")}
     run_rounds(words(**{"path": asked.pop("lengths"), **asked}))
     data = json.loads((tmp_path / "plan.json").read_text())
@@ -124,7 +124,7 @@ def test_a_file_of_constants_and_degrees_of_its_own(lengths, tmp_path, capsys):
         ({"degrees": "1,32"}, DegreeError, "degree 32: a team has from 1 to 16 ranks"),
         ({"cost": "flexsp-70b"}, UnknownRoundCostError, "did you mean 'flexsp-7b'"),
         ({"memory": "1GiB"}, RoundCostError, "nothing is left"),
-        ({"cost": "h100"}, UnknownRoundCostError, "fxpar rounds MODEL --cost h100"),
+        ({"cost": "h100"}, UnknownRoundCostError, "fxpar rounds MODEL --cluster h100"),
         ({"json": "no/such/folder.json"}, OutputError, "folder"),
     ],
 )
@@ -154,7 +154,11 @@ def test_lengths_that_are_none(tmp_path, text):
         ({"degrees": "a"}, "is not a list such as"),
         ({"degrees": "0,1"}, "is not a list such as"),
         ({"memory": "lots"}, "is not a size"),
-        ({"source": GraphSource("llama")}, "flexsp-7b is the cost of a model of its own; with MODEL name a cluster"),
+        (
+            {"source": GraphSource("llama"), "cost": "flexsp-13b"},
+            "it is of no MODEL; name the devices .* --cluster h100",
+        ),
+        ({"cluster": "h100"}, "a model is priced on it; name MODEL"),
         ({"strategy": "cp16"}, "it is of a model; name MODEL"),
         ({"strategy": " "}, "it is empty; name a strategy"),
     ],

@@ -27,6 +27,35 @@ def test_it_prices_what_is_named(tmp_path):
     assert all(word in text for word in ("up to 64", "up to 256", "switches", "reductions", "best of them alone"))
 
 
+MODEL = """
+import torch
+import fxpar
+from torch import nn
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+
+    def forward(self, input_ids):
+        return self.head(self.embed(input_ids))
+
+def build():
+    return Words(), lambda model, batch: model(batch["input_ids"]).std(), {"input_ids": torch.ones(1, 9).long()}
+"""
+
+
+def test_what_is_noted_of_a_model_is_told(tmp_path):
+    (tmp_path / "words.py").write_text(MODEL)
+    model = [f"{tmp_path / 'words.py'}:build", *LENGTHS]
+    for words in (["simulate", *model, "-s", "dp2", "--json", "-"], ["plan", *model, "--world", "2", "--json", "-"]):
+        status, out, err = fxpar(*words)
+        assert status == 0
+        (note,) = json.loads(out)["notes"]
+        assert note.startswith("the loss is neither a sum over tokens or rows nor a mean of them: `std` at words.py:")
+        assert f"note: {note}" in err
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [

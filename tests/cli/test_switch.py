@@ -35,7 +35,7 @@ def test_switch_text_and_json(cluster, tmp_path):
     status, out, err = fxpar(*words)
     assert status == 0, out + err
     links = "2 x 4 devices, 200 GB/s inside a node, 25 between"
-    assert out.startswith(f"llama: pp2.tp4 -> dp8; predicted for {cluster} ({links})\n")
+    assert out.startswith(f"llama: pp2.tp4 -> dp8; bytes of all ranks; predicted for {cluster} ({links})\n")
     assert "auto (relay)" in out
     data = json.loads(out_file.read_text())
     assert data.keys() >= KEYS
@@ -119,8 +119,8 @@ def test_order_counts_from_the_layout_of_the_optimizer(cluster):
     assert found["per_token_s"] == pytest.approx(found["predicted_s"] / 1000)
     out = fxpar(*words)[1]
     assert out.startswith(
-        "llama, a mini-batch: weights from the optimizer's layout, gradients back to it, as in training; predicted for "
-        f"{cluster} (2 x 4 devices, 200 GB/s inside a node, 25 between)\n"
+        "llama, a mini-batch: weights from the optimizer's layout, gradients back to it, as in training; bytes of all "
+        f"ranks; predicted for {cluster} (2 x 4 devices, 200 GB/s inside a node, 25 between)\n"
     )
     assert "per token of 1,000" in out
     assert "per token" not in fxpar(*words[:-2])[1]

@@ -91,6 +91,8 @@ def test_a_tower_that_fits_nowhere(file):
         (("plan", 4), "name a file or a --case"),
         (("plan", 4, "x.json", "clip-4"), "one of the two"),
         (("plan", None, "x.json"), "say how many devices there are"),
+        (("plan", 4, "pic.py"), "'pic.py' names a model, .* TOML file with model = 'pic.py:function' and"),
+        (("plan", 4, "llama"), "'llama' names a model, .* with model = 'llama'"),
     ],
 )
 def test_words_that_cannot_be_read(words, message):

@@ -332,7 +332,7 @@ def test_the_first_error_of_a_rank_is_shown(prepared, monkeypatch):
         ("model.options.vocab=100", "has 300 ids, but the model's vocabulary has 100"),
         ("data.overlong=error", "longest"),
         ("model.name=mlp", "model 'mlp' takes no tokens"),
-        ("strategies.static=dp2", "must use all 1 ranks"),
+        ("strategies.static=dp2", "is for 2 ranks ('dp2'), but 1 were started"),
         ("run.device=cuda", "1 local ranks need 1 GPUs"),
     ],
 )

@@ -237,6 +237,7 @@ def test_graph_files(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be(captured, strategy: str, error: type[Exception], says: str) -> None:
+    assert "the experts of the model itself are" in str(ExpertWeightsError("ep2", "", "a", "b"))
     with pytest.raises(error, match=says):
         lower(pack_documents(captured().graph), strategy)
 

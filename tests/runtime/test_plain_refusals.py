@@ -50,6 +50,10 @@ def test_a_size_that_the_capture_does_not_hold_for():
         CallMismatchError, match=r"the sequence length, is 9, .* holds for 1 to 8, because .* at T=5: a"
     ):
         runner(params, buffers, (torch.zeros(1, 9, dtype=torch.long),), seed=0, on_gradients=lambda grads: None)
+    with pytest.raises(
+        CallMismatchError, match=r"the sequence length, is 0, .* holds for 1 to 8: leave such calls out"
+    ):
+        runner(params, buffers, (torch.zeros(1, 0, dtype=torch.long),), seed=0, on_gradients=lambda grads: None)
 
 
 @pytest.mark.parametrize(("captured", "called"), [(6, 20), (20, 6)])

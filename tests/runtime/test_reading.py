@@ -44,6 +44,9 @@ def test_labels_count_or_else_rows():
     assert WholeBatches(keys).valid([pair(2, 5), pair(4, 3)]) == 6
     labelled = [{**pair(2, 3), "labels": torch.tensor([[1, -100, 2], [-100, -100, 3]])}]
     assert WholeBatches({**keys, "labels": WORDS}).valid(labelled) == 3
+    example = {"labels": torch.ones(4, 3)}
+    assert WholeBatches({**keys, "labels": WORDS}).averaged(labelled, 4, example) == 6 - 2  # one fewer of each row
+    assert WholeBatches(keys).averaged(labelled, 0, example) == 2
     with pytest.raises(NoValidTokenError):
         WholeBatches({"labels": WORDS}).valid([{"labels": torch.full((2, 3), -100)}])
 

@@ -85,6 +85,27 @@ def test_a_mean_over_tokens_without_labels_is_told_once(name, alone):
     assert all(words in text for words, text in zip(told, said, strict=True))
 
 
+def over_all(model, batch):
+    """A mean over all places, whether or not they have a label."""
+    return model(batch["ids"]).log_softmax(-1).gather(-1, batch["labels"].clamp(min=0)[..., None]).mean()
+
+
+def test_a_task_is_told_of_labels_that_a_later_batch_lacks(alone):
+    """Its example has a label everywhere."""
+    ids = torch.ones(3, 5, dtype=torch.int64)
+    task = fxpar.Task(over_all, {"ids": ids, "labels": ids}, dynamic={key: {0: "B"} for key in ("ids", "labels")})
+    model = fxpar.parallelize(Words(), tasks={"rows": task}, strategies={8: "dp1"}, monitor=False)
+    few = {"ids": ids[:2], "labels": torch.where(torch.arange(5) < 4, ids[:2], -100)}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model.train_step({"rows": [{"ids": ids, "labels": ids}]})
+        for _ in range(2):
+            model.train_step({"rows": [few]})
+    (said,) = (str(one.message) for one in found if issubclass(one.category, FxparWarning))
+    assert said.startswith("task 'rows': the loss is ")
+    assert "by 10, where fxpar takes the sum and divides by the 8 valid tokens" in said
+
+
 def test_a_group_that_joins_another_is_logged_once(alone, caplog):
     model = fxpar.parallelize(Words(), strategies={16: "dp1", 64: "dp1"}, loss=distilled, monitor=False)
     report = replace(model.train_step([LABELLED]), merged=((16, 64),))

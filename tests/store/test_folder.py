@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from fxpar.errors import WeightsFolderError, WeightsMismatchError
+from fxpar.errors import FxparWarning, WeightsFolderError, WeightsMismatchError
 from fxpar.store.folder import INDEX, Given, Weights, WeightsFolder
 
 
@@ -105,6 +105,11 @@ def test_what_is_allowed_to_differ(tmp_path):
     Given.to(model, about).fill_module(model)
     assert torch.equal(model.norm.weight, torch.ones(4))
     assert model.scale == 5.0
+    model.embed.weight.requires_grad_(False)
+    Given.to(model, about)  # frozen, but in the folder
+    model.norm.weight.requires_grad_(False)
+    with pytest.warns(FxparWarning, match=r"^1 frozen parameters are not in .*: norm\.weight\. Train them"):
+        Given.to(model, about)
 
 
 def test_both_names_of_a_tied_weight(tmp_path):

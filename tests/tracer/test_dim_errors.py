@@ -202,6 +202,13 @@ def test_bad_dynamic(dynamic, message):
         capture(MLP(), sum_loss, X, dynamic=dynamic)
 
 
+def test_an_example_of_no_rows():
+    """Bounds would be those of an empty batch."""
+    empty = {key: value[:0] for key, value in X.items()}
+    with pytest.raises(errors.DynamicDimError, match="B, the rows of the batch, is 0: the example batch has nothing"):
+        capture(MLP(), sum_loss, empty)
+
+
 def test_ambiguous_tokens():
     batch = {"input_ids": torch.zeros(4, 4, dtype=torch.long), "weights": torch.ones(4)}
     with pytest.raises(errors.DynamicDimError, match="'weights'"):

@@ -172,16 +172,10 @@ SUMS = {
     "gather": lambda c: -c.logits.log_softmax(-1).gather(-1, c.labels[..., None]).sum(),
     "uncertainty": lambda c: c.sum * c.model.log_var.exp() + c.model.log_var,
     "experts": lambda c: c.sum + 0.01 * c.vector.softmax(-1).sum(),
-    "max": lambda c: c.each.max(),
-    "max of dim": lambda c: c.each.max(1).values.sum(),
-    "logsumexp": lambda c: c.each.logsumexp((0, 1)),
-    "std": lambda c: c.each.std(),
-    "norm": lambda c: c.each.norm(),
-    "square": lambda c: c.sum**2,
     "softmax of losses": lambda c: (c.each * c.each.detach().softmax(-1)).sum(),
     "softmax of classes": lambda c: (c.each * c.vectors.softmax(-1)[..., 0]).sum(),
     "scattered sum": lambda c: c.vector.new_zeros(3).scatter_reduce(0, c.labels[0], c.each[0], "sum").sum(),
-    "over their norm": lambda c: (c.each / c.each.norm()).sum(),
+    "added at indices": lambda c: c.vector.new_zeros(3).index_add(0, c.labels[0], c.each[0]).sum(),
     "penalty": lambda c: c.sum + 0.1 * sum(w.square().sum() for w in c.model.parameters()),
     "penalty by means": lambda c: c.sum + 0.1 * sum(w.square().mean() for w in c.model.parameters()),
     "distance of weights": lambda c: c.sum + F.mse_loss(c.model.head.weight, c.model.embed.weight),
@@ -215,6 +209,17 @@ SUMS = {
     "constant": lambda c: c.sum * torch.tensor(0.5),
     "nansum": lambda c: c.each.nansum(),
     "clamp": lambda c: c.each.clamp(max=5.0).sum(),
+}
+NO_SUMS = {
+    "max": (lambda c: c.each.max(), "max"),
+    "max of dim": (lambda c: c.each.max(1).values.sum(), "max"),
+    "logsumexp": (lambda c: c.each.logsumexp((0, 1)), "logsumexp"),
+    "std": (lambda c: c.each.std(), "std"),
+    "norm": (lambda c: c.each.norm(), "linalg_vector_norm"),
+    "square": (lambda c: c.sum**2, "pow"),
+    "over their norm": (lambda c: (c.each / c.each.norm()).sum(), "linalg_vector_norm"),
+    "root of a sum": (lambda c: c.each.square().sum().sqrt(), "sqrt"),
+    "over a learned sum": (lambda c: c.sum / c.vector.square().sum(), "div"),
 }
 OTHER_SCALES = {
     "ignore_index": (lambda c: c.cross_entropy("mean", ignore_index=0), "the labels that are not 0"),
@@ -296,7 +301,7 @@ def found():
         for group, losses in (("means", MEANS), ("sums", SUMS), ("labels", BY_LABELS)):
             for name, loss in losses.items():
                 ask(group, name, loss, case)
-        for group, pairs in (("other", OTHER_SCALES), ("tokens", BY_TOKENS)):
+        for group, pairs in (("other", OTHER_SCALES), ("tokens", BY_TOKENS), ("no sums", NO_SUMS)):
             for name, (loss, _) in pairs.items():
                 ask(group, name, loss, case)
         raise Asked
@@ -324,6 +329,14 @@ def test_a_mean_is_found_wherever_it_stands(found, name):
 @pytest.mark.parametrize("name", SUMS)
 def test_what_is_no_mean_is_taken_as_it_is(found, name):
     assert found["sums", name] == ("as it is", [], None)
+
+
+@pytest.mark.parametrize("name", NO_SUMS)
+def test_what_is_neither_a_sum_nor_a_mean_is_taken_with_a_warning(found, name):
+    result, (warning,), _ = found["no sums", name]
+    assert result == "as it is"
+    assert f"nor a mean of them: `{NO_SUMS[name][1]}` at " in warning
+    assert "test_means.py:" in warning
 
 
 @pytest.mark.parametrize("name", OTHER_SCALES)

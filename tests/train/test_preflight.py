@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -123,6 +124,13 @@ def test_a_run_whose_tasks_have_all_strategies_goes_on(monkeypatch):
     monkeypatch.setattr(preflight, "read_extra", lambda _: {"step": 9, "loader": {"tasks": {"pairs": 18}}})
     with pytest.raises(ResumeError, match="nothing is left"):
         check_resumed(config, Path("step-9"))
+    of_text, of_tasks = {"step": 4, "loader": {"fingerprint": {}}}, {"step": 4, "loader": {"tasks": {"pairs": 8}}}
+    monkeypatch.setattr(preflight, "read_extra", lambda _: of_text)
+    with pytest.raises(ResumeError, match="written by a run without tasks"):
+        check_resumed(config, Path("step-4"))
+    monkeypatch.setattr(preflight, "read_extra", lambda _: of_tasks)
+    with pytest.raises(ResumeError, match="written by a run of tasks"):
+        check_resumed(replace(config, tasks={}, strategies=((8, "dp2"),)), Path("step-4"))
 
 
 def test_weights_that_do_not_fit_before_ranks_start(tmp_path, monkeypatch):

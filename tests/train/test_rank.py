@@ -10,16 +10,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from fxpar.errors import PlanFileError
+from fxpar.errors import PlanFileError, StartedRanksError
 from fxpar.runtime.planned import parameters_of
 from fxpar.search.plan_file import Plan, PlanGroup
 from fxpar.train.metrics import METRICS
 from fxpar.train.model import shapes_for
-from fxpar.train.rank import Job, ThisRank, _run
+from fxpar.train.rank import Job, ThisRank, _run, run_rank
 from fxpar.train.session import TrainSession
 from fxpar.train.stop import StopRequest
 from tests.train.test_config import SMALL, parse
 from tests.train.test_loop import training
+from tests.train.test_tasks import TASKS
 
 
 def test_groups_that_joined_another_and_riders_are_told_once_and_written_in_every_step(tmp_path, monkeypatch):
@@ -88,3 +89,18 @@ def test_trained_parameters_are_told_where_some_are_frozen():
     assert (
         TrainSession.size(SimpleNamespace(parameters=1204, trained=32)) == "1,204 parameters, of which 32 are trained"
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (parse(TASKS), r"3 ranks \('dp2', 'cp2', 'dp3', task.pairs.ranks = \[0, 1\]\), but 5"),
+        (parse(TASKS, "run.ranks=4", "strategies.64=dp4"), r"4 ranks \(run.ranks = 4\), but 5"),
+    ],
+)
+def test_another_number_of_ranks_than_a_launcher_started(monkeypatch, config, why):
+    for key in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(key, "0")
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    with pytest.raises(StartedRanksError, match=why):
+        run_rank(Job(config), StopRequest())

@@ -134,6 +134,7 @@ def test_what_is_no_item(config):
         ("{ x = {", "{ y = {", "task 'rows': dynamic names 'y', but the batch has x"),
         ('0 = "B"', '2 = "B"', "task 'rows': .* does not name a dim of a 2-dim tensor"),
         ('data = "words"', 'data = "long"', r"task 'words': sequence 2 .* 9 tokens, but the longest limit is 8"),
+        ('8 = "dp2"', '8 = "dp2+remat(1B)"', "task 'words': remat: .* the budget is 0.000 MB"),
         ('{ 8 = "dp1" }', '{ 1 = "dp1" }', r"task 'rows': batch 0 .* has 2 in dim 0 of 'x' .*limit is 1"),
         ('data = "rows"', 'data = "none"', r"task.rows.data: .*none\(0\) returned 'x' without an element"),
         ('loss = "loss"', 'loss = "mean"', r"task 'rows': the loss is a mean"),

@@ -67,7 +67,10 @@ def test_values_and_defaults():
         (["task.pairs.ranks=['a']"], ["must be a list of integers"]),
         (["task.pairs.dynamic.pixels=['B']"], ["task.pairs.dynamic.pixels = ['B'] must name dims by number"]),
         (["task.pairs.loss=a.py:"], ['task.pairs.loss = "a.py:" must name a function']),
-        (["task.pairs.strategies={8='dp4'}"], ["task.pairs: each strategy must use all 2 ranks, but 'dp4'"]),
+        (
+            ["task.pairs.strategies={8='dp4'}"],
+            ["task.pairs: each strategy must use all 2 ranks, but 'dp4' (up to 8 tokens or rows)"],
+        ),
         (["task.a/b.loss=x"], ["[task.a/b] is no name of a task"]),
         (["task.pairs=3"], ["task.pairs = 3 must be a section: [task.pairs]"]),
         (["precision.compute=x"], ["precision.compute: "]),

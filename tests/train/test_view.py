@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 
 from rich.console import Console
@@ -56,6 +57,9 @@ def test_what_is_no_text_has_its_own_unit():
     mixed = replace(record, groups=(rows, *others), validation_loss=2.5)
     assert "valid/s" in step_line(mixed, 1)
     assert "16 rows" in "".join(group_table(mixed, 200).columns[3].cells)
+    assert [column.header for column in group_table(mixed, 200).columns][2:4] == ["items", "size"]
+    titles, row = [re.split("  +", line.strip()) for line in list(summary_lines(Totals.of([mixed])))[:2]]
+    assert (titles[2:5], row[3:5]) == (["items", "size", "of all"], ["16 rows", "100%"])
     (line,) = (line for line in summary_lines(Totals.of([mixed])) if line.startswith("valid "))
     assert f"{mixed.valid_tokens} labels and rows" in line
     assert list(summary_lines(Totals.of([mixed])))[-1].endswith("; on held-out items 2.5000")

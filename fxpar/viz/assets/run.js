@@ -18,7 +18,7 @@
   }
 
   function figures({ totals, environment }) {
-    const held = totals.validation_loss === null ? null : `${loss(totals.validation_loss)} on held-out documents`;
+    const held = totals.validation_loss === null ? null : `${loss(totals.validation_loss)} on held-out data`;
     return el("div", { class: "card" },
       el("div", { class: "row", style: "gap:12px 36px;align-items:flex-start" },
         figure("loss", `${loss(totals.first_loss)} → ${loss(totals.last_loss)}`, held),
@@ -42,7 +42,7 @@
   function drawLoss(node, { steps, curves }) {
     const traces = [line(steps, curves.loss, "training", style("--accent"))];
     if (curves.validation_loss.some((value) => value !== null)) {
-      traces.push(line(steps, curves.validation_loss, "held-out documents", style("--kind-reduce_scatter"),
+      traces.push(line(steps, curves.validation_loss, "held-out data", style("--kind-reduce_scatter"),
         { mode: "markers", marker: { symbol: "diamond", size: 8, color: style("--kind-reduce_scatter") } }));
     }
     plot(node, traces, { height: 240, showlegend: traces.length > 1, legend: small, xaxis: { title: { text: "step" } } });
