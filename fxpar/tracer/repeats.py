@@ -209,8 +209,7 @@ def _likeness(pattern: Block, block: Block) -> Likeness | None:
     """`block` as a copy of `pattern`, if its forward makes the same calls."""
     if pattern is block:
         return None
-    start = {pattern.start.node: block.start.node}
-    comparison = _Comparison(start, {}, {(p, b) for p in pattern.wanted for b in block.wanted})
+    comparison = _Comparison({pattern.start.node: block.start.node}, {})
     if not comparison.same_calls(pattern.forward, block.forward):
         return None
     nodes = comparison.nodes
@@ -225,7 +224,7 @@ def _is_copy(block: Block, pattern: Block) -> bool:
     assert likeness is not None
     assert pattern.given is not None
     assert block.given is not None
-    comparison = _Comparison({**likeness.nodes, pattern.given: block.given}, likeness.names, frozenset())
+    comparison = _Comparison({**likeness.nodes, pattern.given: block.given}, likeness.names)
     if not comparison.same_calls(pattern.backward, block.backward):
         return False
     mine = {*block.backward}
@@ -242,15 +241,13 @@ def _is_copy(block: Block, pattern: Block) -> bool:
 
 
 class _Comparison:
-    """Of calls in one place with those in another. `nodes` are pairs that are known; `wanted` are the parameters that
-    may be one, those with a gradient.
+    """Of calls in one place with those in another. `nodes` and `names` (of modules) are pairs that are known; what the
+    calls add is added to them.
     """
 
-    def __init__(self, nodes: Nodes, names: dict[Any, Any], wanted: set[Any] | frozenset[Any]) -> None:
+    def __init__(self, nodes: Nodes, names: dict[Any, Any]) -> None:
         self.nodes, self.names = dict(nodes), dict(names)
         self._taken = set(self.nodes.values())
-        self._wanted = wanted
-        self._with_gradient = {node for pair in wanted for node in pair}
 
     def same_calls(self, ones: Sequence[fx.Node], others: Sequence[fx.Node]) -> bool:
         return len(ones) == len(others) and all(map(self._same_call, ones, others))
@@ -292,13 +289,11 @@ class _Comparison:
             return self.nodes[one] is other
         if other in self._taken:
             return False
-        if one is other:
-            return one not in self._with_gradient and self._pair(one, other)
-        weights = one.op == other.op == "placeholder" and one.meta["kind"] == other.meta["kind"] in ("param", "buffer")
-        if not weights or not _same_value(one.meta, other.meta):
-            return False
-        plain = one not in self._with_gradient and other not in self._with_gradient
-        return (plain or (one, other) in self._wanted) and self._pair(one, other)
+        if one is not other:
+            kinds = {node.meta["kind"] if node.op == "placeholder" else "" for node in (one, other)}
+            if kinds not in ({"param"}, {"buffer"}) or not _same_value(one.meta, other.meta):
+                return False
+        return self._pair(one, other)
 
 
 def _is_size(node: fx.Node) -> bool:

@@ -366,7 +366,6 @@ class TracedStep(Traced):
         self.unused = tuple(i.fqn for (i, _), grad in zip(trained, grads, strict=True) if grad is None)
         return {i.fqn: grad for (i, _), grad in zip(trained, grads, strict=True) if grad is not None}
 
-
     def _ends(self, context: CaptureContext) -> list[Tensor]:
         """The results of blocks whose backward is all autograd's: no code of the model's runs in it."""
         of_the_model = self.own_backward is not None or context.gradient_hooks or self.provenance.recomputes
