@@ -113,7 +113,7 @@ def _remembered(name: str) -> Callable[[Any, Any], Any]:
 
     def operation(self: Any, other: Any) -> Any:
         if get_proxy_mode() is not None:  # a trace writes down how each size was computed
-            if same is not None and self._expr == other._expr:
+            if same is not None and self.pytype is other.pytype is int and self._expr == other._expr:
                 return self.wrap_bool(same)
             return method(self, other)
         results = known_results(self).results
