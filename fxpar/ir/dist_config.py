@@ -17,6 +17,7 @@ A dim that does not divide is padded at its end to a multiple of the degree (onl
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -354,7 +355,7 @@ class DistConfig:
         sizes = list(shape) if shape is not None else ["_"] * self.ndim
         parts = []
         for size, entries in zip(sizes, self.dims, strict=True):
-            text = str(size)
+            text = size_text(size)
             for e in entries:
                 text += f"@{e.axis}"
                 if e.sections:
@@ -366,6 +367,12 @@ class DistConfig:
 
     def __str__(self) -> str:
         return self.describe()
+
+
+@functools.lru_cache(4096)
+def size_text(size: object) -> str:
+    """`str` of a size. sympy takes long for its expressions, and few of them are in a graph, many times."""
+    return str(size)
 
 
 def _merged(mesh: Mesh, entries: list[tuple[str, Any]]) -> list[tuple[str, Any]]:

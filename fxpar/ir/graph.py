@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from fxpar.errors import DimNameError
-from fxpar.ir.dist_config import DistConfig
+from fxpar.ir.dist_config import DistConfig, size_text
 from fxpar.ir.dtype_names import short_dtype
 from fxpar.ir.serialize import graph_from_data, graph_to_data
 from fxpar.ir.strategy import Strategy
@@ -50,7 +50,7 @@ class TensorMeta:
         return math.prod(self.sizes(dims))
 
     def __str__(self) -> str:
-        return f"{short_dtype(self.dtype)}[{', '.join(map(str, self.shape))}]"
+        return f"{short_dtype(self.dtype)}[{', '.join(map(size_text, self.shape))}]"
 
 
 @dataclass(frozen=True)

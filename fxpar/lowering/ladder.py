@@ -161,10 +161,10 @@ def climb(
             why = f"it returned {a_type(returned)}; a pass changes the graph in place and returns nothing"
             raise PassContractError(step.name, why)
         graph.passes.append(step.name)
-        for node in graph.graph.nodes:
+        looked.look(graph.graph)
+        for node in looked.fresh:
             if node.name not in known:
                 node.meta.setdefault("pass", step.name)
-        looked.look(graph.graph)
         if verified:
             verify(graph, step.name, looked)
             verify_kept(graph, step.name, looked.fresh)

@@ -19,7 +19,7 @@ from fxpar.annotate.driver import degrees_product
 from fxpar.annotate.nesting import together, without_experts
 from fxpar.errors import VerifyError
 from fxpar.ir.axes import BINS, EXPERTS, RING
-from fxpar.ir.collectives import reshard
+from fxpar.ir.collectives import is_collective, reshard
 from fxpar.ir.dist_config import DistConfig, OuterShard, R, Shard
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta
@@ -27,7 +27,7 @@ from fxpar.ir.node_meta import dists_of, fqn_of, is_size, source_of, tensor_meta
 from fxpar.ir.pass_base import tensor_operands
 from fxpar.ir.serialize import OpOverload
 from fxpar.ir.strategy import Strategy
-from fxpar.ops.traits import ATTENTION, BY_EXPERT
+from fxpar.ops.traits import ATTENTION, BY_EXPERT, is_view
 from fxpar.rules.option import Cut, Option, OpView, Seed, replicated
 from fxpar.rules.own_ops import (
     attention_by_tokens,
@@ -52,7 +52,8 @@ class Looked:
     names: set[str] = field(default_factory=set)
     """Those of the nodes."""
     fresh: list[fx.Node] = field(default_factory=list)
-    """Those that are not as they were behind the pass before, or take what is not."""
+    """Those that are not as they were behind the pass before, and what is checked with them: their users, through calls
+    that only show another value (`_shows`)."""
     is_same: bool = False
     """Whether none is fresh, none is gone, and none was moved."""
     collectives: dict[fx.Node, str] = field(default_factory=dict)
@@ -65,14 +66,18 @@ class Looked:
         """Look at the graph again."""
         nodes, seen = list(graph.nodes), self._as_seen
         found: dict[fx.Node, None] = {}
+        due: set[fx.Node] = set()
         for node in nodes:
             meta = node.meta
             now = (node.target, node.args, node.kwargs, meta.get("dist_in"), meta.get("dist"), meta.get("tensor"))
-            before = seen.get(node)
-            same = before is not None and all(map(operator.is_, before, now))
-            if not same or (found and not found.keys().isdisjoint(node.all_input_nodes)):
+            if seen.get(node) != now:  # mostly the same objects, which are equal at a glance
                 seen[node] = now
                 found[node] = None
+                due.update(node.users)
+            elif node in due:
+                found[node] = None
+                if _shows(node):
+                    due.update(node.users)
         self.is_same = not found and nodes == self.nodes
         self.nodes, self.fresh, self.names = nodes, list(found), {node.name for node in nodes}
         if self.is_same:
@@ -124,6 +129,14 @@ def verify(graph: AnnotatedGraph, after: str, looked: Looked | None = None) -> N
         if functional and writes(node):
             why = "writes in place, which no pass before global_to_local sees. Use the op that returns its result"
             raise VerifyError(f"after pass {after!r}: {where(node)} {why}")
+
+
+def _shows(node: fx.Node) -> bool:
+    """Whether a check of its users looks through it, at its operand."""
+    if node.op != "call_function":
+        return False
+    target = node.target
+    return target in (operator.getitem, reshard) or is_size(node) or is_view(target) or is_collective(node)
 
 
 def _is_ordered(graph: fx.Graph) -> bool:

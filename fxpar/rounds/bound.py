@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 from fxpar.rounds.work import Kinds, Work
 
@@ -60,6 +58,9 @@ def teams_within(work: Work, kinds: Kinds, limit: float) -> tuple[int, ...] | No
     So every such round is a solution, and where there is no solution there is no such round. It is solved by HiGHS
     (Huangfu and Hall 2018), a branch and bound, to within its tolerance of 1e-6.
     """
+    from scipy.optimize import Bounds, LinearConstraint, milp  # which the words of the command line do without
+    from scipy.sparse import csr_array
+
     rows, size = len(work.degrees), len(kinds.counts)
     left = limit - work.fixed
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -19,6 +19,9 @@ _OPERATIONS = (
     *("add", "sub", "mul", "int_floordiv", "sym_max", "sym_min"),
     *("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_"),
 )
+# What a size compared with itself gives. Autograd compares the sizes of each gradient with those of its tensor, and a
+# trace would write down each comparison, which nothing reads.
+_OF_ITSELF = {"eq": True, "le": True, "ge": True, "ne": False, "lt": False, "gt": False}
 # Asked again each time, such as `mod`, for which torch looks at the known range of a size. What they give remembers: a
 # single result that does not would hand on plain nodes to all that is computed from it.
 _ASKED_AGAIN = ("mod", "int_truediv", "neg", "sym_not", "sym_sum")
@@ -106,8 +109,12 @@ def remembering(node: SymNode) -> SymNode:
 def _remembered(name: str) -> Callable[[Any, Any], Any]:
     method = getattr(SymNode, name)
 
+    same = _OF_ITSELF.get(name)
+
     def operation(self: Any, other: Any) -> Any:
         if get_proxy_mode() is not None:  # a trace writes down how each size was computed
+            if same is not None and self.pytype is other.pytype is int and self._expr == other._expr:
+                return self.wrap_bool(same)
             return method(self, other)
         results = known_results(self).results
         key = name, self._expr, self.pytype, other._expr, other.pytype

@@ -19,7 +19,7 @@ from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -27,6 +27,7 @@ from torch.nn.modules.module import (
 
 from fxpar.errors import UnsupportedOpError
 from fxpar.torch_api import tracing
+from fxpar.torch_api.backward import tensors_in
 
 
 def _folder(file: str | None) -> str:
@@ -135,9 +136,17 @@ class Provenance:
     model: nn.Module
     stack: list[ModuleFrame] = field(default_factory=lambda: [ModuleFrame("", 0)])
     recomputing: int = 0
+    recomputes: bool = False  # some of the model runs again in the backward
+    ends: list[Tensor] = field(default_factory=list)
+    """The results of modules that stand in a list of modules, as layers do, where each is one tensor with a gradient
+    (beside others without one).
+    """
 
     def __post_init__(self) -> None:
-        self._names = {id(module): name for name, module in reversed(list(self.model.named_modules()))}
+        modules = list(self.model.named_modules())
+        self._names = {id(module): name for name, module in reversed(modules)}
+        lists = (module for _, module in modules if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential))
+        self._listed = {id(module) for found in lists for module in found.children()}
         self._forward: dict[int, tuple[str, str | None]] = {}
 
     @property
@@ -195,6 +204,9 @@ class Provenance:
         # A model that catches an exception of a submodule leaves that submodule's frame behind.
         while len(self.stack) > 1 and self.stack.pop().module != id(module):
             pass
+        if id(module) in self._listed and not self.recomputing:
+            ends = [value for value in tensors_in(output) if value.requires_grad]
+            self.ends += ends if len(ends) == 1 else []
 
     def _reentrant(self, *args: Any) -> Any:
         advice = "Pass use_reentrant=False to torch.utils.checkpoint."
@@ -203,6 +215,7 @@ class Provenance:
     def _resume(self, recompute: Callable[..., Any]) -> Callable[..., Any]:
         """Give a checkpointed region the same stack when it runs again, so that its dropouts get the same numbers."""
         start = copy.deepcopy(self.stack)
+        self.recomputes = True
 
         def run(*args: Any, **kwargs: Any) -> Any:
             stack, self.stack = self.stack, copy.deepcopy(start)

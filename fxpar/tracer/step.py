@@ -42,6 +42,7 @@ from fxpar.tracer.loss import as_sum
 from fxpar.tracer.metrics import as_results
 from fxpar.tracer.provenance import Provenance, calls_user_code, failed_on_size, line_of_error
 from fxpar.tracer.redirect import Redirect
+from fxpar.tracer.repeats import gradients
 from fxpar.tracer.signature import Batch, Signature
 from fxpar.tracer.state import State, unchanged
 
@@ -338,7 +339,7 @@ class TracedStep(Traced):
         measured = as_results(metrics, scale, context)
         loss = loss * scale
         self.look_for_own_backward(context, [loss])
-        grads = self._gradients(loss, self.trained(values))
+        grads = self._gradients(loss, self.trained(values), context)
         self.outputs = [
             *(Output("loss", name) for name in ("loss", *measured)),
             *(Output("grad", fqn) for fqn in grads),
@@ -352,16 +353,23 @@ class TracedStep(Traced):
         make: Any = getattr(type(self.batch), "_make", type(self.batch))  # named tuples take one argument per field
         return make(named.values())
 
-    def _gradients(self, loss: Tensor, trained: Sequence[tuple[Input, Tensor]]) -> dict[str, Tensor]:
+    def _gradients(
+        self, loss: Tensor, trained: Sequence[tuple[Input, Tensor]], context: CaptureContext
+    ) -> dict[str, Tensor]:
         """By FQN. A parameter without a path to the loss has none, as in autograd: an optimizer must pass over it."""
         if not trained:
             raise LossError("a loss, but the model has no parameter that requires a gradient")
         with torch.autocast("cpu", enabled=False):
-            grads = torch.autograd.grad(loss, [v for _, v in trained], allow_unused=True)
+            grads = gradients(loss, [v for _, v in trained], self._ends(context))
         if all(grad is None for grad in grads):
             raise LossError("a tensor that does not depend on any trainable parameter")
         self.unused = tuple(i.fqn for (i, _), grad in zip(trained, grads, strict=True) if grad is None)
         return {i.fqn: grad for (i, _), grad in zip(trained, grads, strict=True) if grad is not None}
+
+    def _ends(self, context: CaptureContext) -> list[Tensor]:
+        """The results of blocks whose backward is all autograd's: no code of the model's runs in it."""
+        of_the_model = self.own_backward is not None or context.gradient_hooks or self.provenance.recomputes
+        return [] if of_the_model else self.provenance.ends
 
 
 def _operation(error: Exception) -> str:

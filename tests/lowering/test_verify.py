@@ -14,7 +14,7 @@ from fxpar.ir import collectives as c
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.graph import AnnotatedGraph, Output
 from fxpar.lowering import default_passes, lower
-from fxpar.lowering.verify import verify, verify_placements, where
+from fxpar.lowering.verify import Looked, verify, verify_placements, where
 from fxpar.passes.insert_reshards import InsertReshards
 from fxpar.tracer import capture
 from tests.captured import fused, llama
@@ -34,6 +34,27 @@ def test_every_pass_leaves_a_graph_that_verifies(strategy):
     assert [name for name, _ in seen] == [step.name for step in default_passes()]
     assert [report["name"] for report in program.passes] == [name for name, _ in seen]
     assert [report["nodes"] for report in program.passes] == [count for _, count in seen]
+
+
+def test_what_is_looked_at_again():
+    """What a pass has changed, its users, and the users of views of it, through which checks look."""
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    shown = graph.call_function(aten.view.default, (x, [4]))
+    read = graph.call_function(aten.add.Tensor, (shown, y))
+    behind = graph.call_function(aten.relu.default, (read,))
+    graph.output((behind,))
+    looked = Looked()
+    looked.look(graph)
+    assert looked.fresh == list(graph.nodes)
+    looked.look(graph)
+    assert looked.fresh == []
+    x.meta["dist"] = "elsewhere"
+    looked.look(graph)
+    assert looked.fresh == [x, shown, read]
+    read.args = (shown, shown)
+    looked.look(graph)
+    assert looked.fresh == [read, behind]
 
 
 # ---------------------------------------------------------------------------------------- deliberately broken

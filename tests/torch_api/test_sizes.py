@@ -8,7 +8,7 @@ import operator
 import pytest
 import torch
 
-from fxpar.torch_api import sizes
+from fxpar.torch_api import sizes, tracing
 from fxpar.torch_api.symbolic import FakeWorld
 
 OPERATIONS = [
@@ -44,6 +44,25 @@ def test_the_same_operation_gives_the_same_node() -> None:
     assert (size * 2).node is (size * 2).node
     assert (size * 2).node is not (size * 3).node
     assert ((size * 2) == 6).node is ((size * 2) == 6).node
+
+
+def test_a_size_compared_with_itself_is_not_traced() -> None:
+    world, size = _world()
+    found: list[bool] = []
+    traced: list[object] = []
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor]:
+        rows = x.shape[0]
+        with tracing.observe_nodes(lambda node: traced.append(node.target)):
+            found.extend(bool(compare(rows * 2, 2 * rows)) for compare in (operator.eq, operator.le, operator.gt))
+            found.append(rows != rows * 2)  # of two sizes
+        return (x,)
+
+    with world.mode:
+        x = torch.empty(size)
+    tracing.trace(world, step, [x])
+    assert found == [True, True, False, True]
+    assert [target for target in traced if target in OPERATIONS[3:]] == [operator.ne]
 
 
 def test_nothing_is_remembered_across_a_guard_that_fixes_a_size() -> None:

@@ -1,0 +1,170 @@
+"""Blocks whose backward is copied: the graph is the one that is traced whole, node for node."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fxpar.tracer import capture, repeats
+
+X = {"x": torch.randn(6, 4, dtype=torch.float64)}
+
+
+class Block(nn.Module):
+    def __init__(self, factor: float = 2.0, wide: bool = False):
+        super().__init__()
+        self.norm, self.linear, self.factor = nn.LayerNorm(4), nn.Linear(4, 4), factor
+        self.more = nn.Linear(4, 4, bias=False) if wide else nn.Identity()
+
+    def forward(self, h, mask=None):
+        made = self.linear(self.norm(h)) * self.factor
+        return h + self.more(made if mask is None else made * mask)
+
+
+class Blocks(nn.Module):
+    def __init__(self, *blocks: nn.Module):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.layers = nn.ModuleList(blocks or [Block() for _ in range(6)])
+
+    def forward(self, x):
+        h, mask = self.first(x), (x > 0).to(x.dtype)
+        for layer in self.layers:
+            h = layer(h, mask)
+        return self.last(h)
+
+
+class Frozen(Blocks):
+    """The weight of the fourth block has no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[3].linear.weight.requires_grad_(False)
+
+
+class Skips(Blocks):
+    """Each block sees what the first one saw, so its gradient comes from all of them."""
+
+    def forward(self, x):
+        h = first = self.first(x)
+        for layer in self.layers:
+            h = layer(h + first)
+        return self.last(h)
+
+
+class Collects(Blocks):
+    """The results of all blocks are in the loss."""
+
+    def forward(self, x):
+        h, found = self.first(x), []
+        for layer in self.layers:
+            h = layer(h)
+            found.append(h)
+        return self.last(torch.cat(found))
+
+
+class Shares(Blocks):
+    """One weight is in all blocks."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.linear.weight = self.layers[0].linear.weight
+
+
+class Same(Blocks):
+    """One block runs six times."""
+
+    def __init__(self):
+        super().__init__(*[Block()] * 6)
+
+
+class Recomputes(Blocks):
+    def forward(self, x):
+        h = self.first(x)
+        for layer in self.layers:
+            h = checkpoint(layer, h, use_reentrant=False)
+        return self.last(h)
+
+
+class Hooked(Blocks):
+    """Code of the model's in the backward of one block."""
+
+    def forward(self, x):
+        h = self.first(x)
+        for i, layer in enumerate(self.layers):
+            h = layer(h)
+            if i == 2:
+                h.register_hook(lambda gradient: gradient * 2)
+        return self.last(h)
+
+
+class InPlace(Blocks):
+    def forward(self, x):
+        h = self.first(x)
+        for layer in self.layers:
+            h = layer(h)
+            h += 1
+        return self.last(h)
+
+
+class Inside(Blocks):
+    """What only the gradient of a block in the middle depends on: a result of its own in the loss."""
+
+    def forward(self, x):
+        h, kept = self.first(x), 0
+        for i, layer in enumerate(self.layers):
+            if i == 3:
+                kept = layer.norm(h).sum()
+            h = layer(h)
+        return self.last(h) + kept
+
+
+class Later(Blocks):
+    """A parameter of one block is used once more behind all of them."""
+
+    def forward(self, x):
+        return super().forward(x) * self.layers[2].linear.bias.sum()
+
+
+CASES = {
+    "equal": (Blocks, 3),
+    "two kinds": (lambda: Blocks(*[Block(2.0, wide=bool(i % 2)) for i in range(9)]), 4),
+    "another factor": (lambda: Blocks(*[Block(3.0 if i == 3 else 2.0) for i in range(7)]), 3),
+    "frozen": (Frozen, 2),
+    "in place": (InPlace, 3),
+    "skips": (Skips, 0),
+    "collects": (Collects, 0),
+    "shares": (Shares, 0),
+    "same": (Same, 0),
+    "recomputes": (Recomputes, 0),
+    "hooked": (Hooked, 0),
+    "inside": (Inside, 0),
+    "later": (Later, 0),
+}
+
+
+def loss(model, batch):
+    return model(batch["x"]).pow(2).sum()
+
+
+def calls_of(model):
+    graph = capture(model, loss, X)
+    keys = ("fqn", "source", "backward", "tensor")
+    nodes = [(n.name, n.op, n.target, repr((n.args, n.kwargs)), *map(n.meta.get, keys)) for n in graph.gm.graph.nodes]
+    return nodes, graph.outputs
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_copied_backward_is_the_traced_one(name, monkeypatch):
+    make, copied = CASES[name]
+    model, copies = make().double(), []
+    copy = repeats._Plan._copied
+    monkeypatch.setattr(repeats._Plan, "_copied", lambda *args: copies.append(args) or copy(*args))
+    found = calls_of(model)
+    assert len(copies) == copied
+    monkeypatch.setattr(repeats, "FEWEST", 100)
+    assert found == calls_of(model)
+    assert len(copies) == copied
