@@ -39,8 +39,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "fxpar")
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_cmdline_main() -> Generator[None, int | None, int | None]:
-    """End the process, that of a worker too, when pytest is done: looking through all graphs and modules for garbage and
-    freeing them one by one takes more than two CPU seconds. A profiler around pytest has something left to do.
+    """End the process, also a worker's, when pytest is done: to look through all graphs and modules for garbage and
+    to free them one by one takes more than two CPU seconds. A profiler around pytest has something left to do.
     """
     status = yield
     if status is not None and sys.getprofile() is None:
