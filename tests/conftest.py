@@ -17,7 +17,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 
 import pytest
 from hypothesis import settings
@@ -26,14 +26,29 @@ from tests.longest import LONGEST
 from tests.nightly import AT_NIGHT, MEASURED
 from tests.repeat import EVERY_RUN, NIGHTLY
 
-# Captures and lowerings make millions of objects that stay: looking through them again and again takes time.
-gc.set_threshold(100_000, 50, 50)
+# Captures and lowerings make millions of objects that stay: looking through them again and again takes time, a
+# twentieth of a file of captures at 100,000.
+gc.set_threshold(1_000_000, 50, 50)
 
 # Compiling and tracing make single examples slow, so a deadline would only measure the machine.
 settings.register_profile("fxpar", deadline=None, print_blob=True, max_examples=EVERY_RUN)
 settings.register_profile("ci", parent=settings.get_profile("fxpar"), derandomize=True)
 settings.register_profile("nightly", parent=settings.get_profile("fxpar"), max_examples=NIGHTLY)
 settings.load_profile("ci" if os.environ.get("CI") else "fxpar")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_cmdline_main() -> Generator[None, int | None, int | None]:
+    """End the process, also a worker's, when pytest is done: to look through all graphs and modules for garbage and
+    to free them one by one takes more than two CPU seconds. A profiler around pytest has something left to do.
+    """
+    status = yield
+    if status is not None and sys.getprofile() is None:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not name
@@ -71,7 +86,6 @@ def _mark_nightly(items: list[pytest.Item], measured: Iterable[str], whole_files
 def pytest_collection_finish() -> None:
     """Modules stay until the end: nothing looks through their objects again, in tests that collect garbage neither."""
     gc.freeze()
-    atexit.register(gc.unfreeze)  # at exit some extensions count what is left
 
 
 def pytest_sessionfinish() -> None:

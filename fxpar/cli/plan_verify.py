@@ -38,6 +38,7 @@ from fxpar.train.launch import run_ranks
 from fxpar.train.model import model_vocab
 from fxpar.train.optimize import make_optimizer
 from fxpar.train.preflight import RANKS_PER_CORE
+from fxpar.train.process import end_process
 from fxpar.train.rank import choose_device
 from fxpar.train.worker import JOB, end_with_launcher
 
@@ -233,3 +234,4 @@ def _compute_only(model: Any, cluster: ClusterSpec) -> Callable[[Sequence[int]],
 
 if __name__ == "__main__":
     main()
+    end_process(0)

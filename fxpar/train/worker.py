@@ -13,15 +13,19 @@ import threading
 import time
 from pathlib import Path
 
+from fxpar.train.process import collect_seldom, end_process
+
 JOB, STEPPING, STOP, OUTCOME = "job.json", "stepping", "stop", "outcome.json"
 
 
 def main() -> None:
     """Errors are left where torch's elastic launcher looks for them."""
+    collect_seldom()
     end_with_launcher(int(sys.argv[2]))  # before torch is imported: that alone takes seconds
     from torch.distributed.elastic.multiprocessing.errors import record
 
     record(_run)(Path(sys.argv[1]))
+    end_process(0)
 
 
 def _run(folder: Path) -> None:
