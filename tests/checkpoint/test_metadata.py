@@ -121,6 +121,34 @@ def test_metadata_that_would_do_harm(case, saved, tmp_path, monkeypatch):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+# A tuple of two of a tuple of two ...: two to the power of its levels parts, in four bytes a level.
+SHARED = b"K\x01\x85\x94" + b"".join(b"h%c\x86\x94" % i for i in range(60))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\x80\x04}" + SHARED + b"K\x01s.", "a key of a table is of class tuple"),
+        (
+            b"\x80\x04\x8c\x13torch.serialization\x8c\x0b_get_layout\x93" + SHARED + b"\x85R.",
+            "where str belongs",
+        ),
+        (b"\x80\x04\x8c\x07pathlib\x8c\x09PosixPath\x93" + SHARED + b"\x85R.", "there is no Metadata"),
+        (b"\x80\x04Nr\xff\xff\xff\x01.", "an opcode that no metadata needs"),  # a memo of 33 million entries
+        (b"\x80\x04" + b"(" * 101, "more than 100 levels"),
+        (b"\x80\x04h\x00.", "list index out of range"),
+        (b"\x80\x04K\x01\x86.", "more parts than there are values"),
+        (b"\x80\x04\x8c\x05torch\x8c\x04Size\x93)\x81.", "made of what is no class"),
+        (b"\x80\x04\x8c\x09x\x93.", "cut off"),
+    ],
+)
+def test_metadata_that_would_take_for_ever(content, message, tmp_path):
+    """Python's unpickler hashes and prints what it is told to: a hundred bytes keep it busy for years."""
+    (tmp_path / METADATA).write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match=message):
+        read_metadata(tmp_path)
+
+
 class Harmful:
     def __reduce__(self):
         return os.system, ("touch made",)
