@@ -237,7 +237,10 @@ def _check_function(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
         bound = _signature(target).bind(*args, **kwargs).arguments
     except (TypeError, ValueError) as error:
         raise GraphFormatError(f"function {target_name(target)!r} cannot be called so: {error}") from error
+    counts = target in _ARITHMETIC and target is not operator.getitem
     for name, value in bound.items():
+        if counts and not _is_number(value):
+            raise GraphFormatError(f"function {target_name(target)!r} computes with sizes, not with {shown(value)}")
         if not _is_plain(value, name) or (target is operator.pow and name != "a" and not _is_exponent(value)):
             raise GraphFormatError(f"function {target_name(target)!r} cannot take {name}={shown(value)}")
 
@@ -249,6 +252,15 @@ def _is_plain(value: Any, name: str) -> bool:
     if isinstance(value, str):
         return value in _TEXTS.get(name, ()) or _AXIS.fullmatch(value) is not None
     return value is None or isinstance(value, (fx.Node, *_NUMBERS))
+
+
+def _is_number(value: Any) -> bool:
+    """A number, or what computes one: texts and lists, which arithmetic multiplies too, could fill the memory."""
+    if not isinstance(value, fx.Node):
+        return isinstance(value, _NUMBERS)
+    if isinstance(value.target, OpOverload):
+        return schema_of(value.target).results in (("int",), ("float",))
+    return value.op == "placeholder" or (value.target in _ARITHMETIC and value.target is not operator.getitem)
 
 
 def _is_exponent(value: Any) -> bool:

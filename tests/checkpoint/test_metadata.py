@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from fxpar.checkpoint import load_checkpoint, save_checkpoint
+from fxpar.checkpoint import export_checkpoint, load_checkpoint, save_checkpoint
+from fxpar.checkpoint.load import read_extra
 from fxpar.checkpoint.manifest import MANIFEST, FileSum, Manifest, read_manifest, sum_file, write_manifest
 from fxpar.checkpoint.metadata import METADATA, SafePlanner, SafeReader, check_plain_pickle, read_metadata
+from fxpar.checkpoint.weights import TOKENIZER
 from fxpar.errors import CheckpointError, CorruptCheckpointError
 from tests.checkpoint.small import make, step, whole
 from tests.watched import watched
@@ -273,3 +275,29 @@ def test_deep_tables_are_refused(saved, tmp_path):
     with pytest.raises(CorruptCheckpointError, match="RecursionError"):
         read_manifest(path)
     assert json.loads((saved / "state.json").read_text())["extra"] == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "[" * 100_000 + "]" * 100_000,
+        '{"x": {"__fxpar__": "tensor", "dtype": "int64", "shape": [3], "items": [1]}}',
+        '{"__fxpar__": "dict", "items": [[[], 1]]}',
+        "[1]",
+    ],
+)
+def test_plain_values_of_anybody(extra, saved, tmp_path):
+    path = signed(saved, tmp_path, "state.json", f'{{"extra": {extra}}}'.encode())
+    with pytest.raises(CorruptCheckpointError, match="cannot be read"):
+        read_extra(path)
+
+
+def test_a_tokenizer_that_leads_elsewhere_is_not_copied(saved, tmp_path):
+    path = tmp_path / "mine" / "step-00000001"
+    shutil.copytree(saved, path)
+    (tmp_path / "secret").write_text("a key")
+    (path.parent / TOKENIZER).mkdir()
+    (path.parent / TOKENIZER / "vocab.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(CorruptCheckpointError, match=r"tokenizer/vocab\.json beside it is not a file of its own"):
+        export_checkpoint(path, tmp_path / "exported")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["mine", "secret"]

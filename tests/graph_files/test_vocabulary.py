@@ -176,6 +176,7 @@ def test_names():
 
 
 NODE = fx.Graph().placeholder("x")
+MADE = NODE.graph.call_function(aten.mm.default, (NODE, NODE))
 
 
 @pytest.mark.parametrize(
@@ -218,11 +219,14 @@ def test_calls(target, args, kwargs):
         (operator.pow, (9, NODE), {}, "cannot take b="),
         (operator.pow, (NODE, 10**9), {}, "cannot take b=1000000000"),
         (operator.mul, (NODE,), {}, "cannot be called so"),
-        (operator.mul, (NODE, "x" * 99), {}, "cannot take b='xxx"),
+        (operator.mul, (NODE, "x" * 99), {}, "computes with sizes, not with 'xxx"),
         (operator.getitem, (NODE, slice(0, 1)), {}, "cannot take b=slice"),
         (FUNCTIONS["fxpar.ops.layout:lift"], (NODE, 1), {}, "cannot be called so"),
         (FUNCTIONS["fxpar.ops.layout:lift"], (), {"y": NODE}, "cannot be called so"),
         (FUNCTIONS["fxpar.ops.layout:lift"], (torch.float32,), {}, "cannot take x=torch.float32"),
+        (operator.mul, ((1,), 10**12), {}, "computes with sizes, not with \\(1,\\)"),  # 8 TB
+        (operator.mul, ("@tp", 10**12), {}, "computes with sizes, not with '@tp'"),
+        (operator.add, (MADE, MADE), {}, "computes with sizes, not with mm"),  # what a tensor is, or a list
     ],
 )
 def test_calls_that_are_refused(target, args, kwargs, message):
