@@ -23,7 +23,7 @@ from fxpar.checkpoint.metadata import SafePlanner, SafeReader, read_metadata
 from fxpar.checkpoint.plain import decode
 from fxpar.checkpoint.save import PLAIN, without_group_warning
 from fxpar.checkpoint.state import IMPLEMENTATION_FLAGS, ModelState, model_state, parameter_names
-from fxpar.errors import CheckpointMismatchError, CorruptCheckpointError, MissingCheckpointError, warn
+from fxpar.errors import CheckpointMismatchError, CorruptCheckpointError, MissingCheckpointError, one_line, warn
 
 _WITHOUT = "Nothing was loaded. For the weights alone: load_checkpoint(path, model, None)"
 _Form = tuple[tuple[int, ...], torch.dtype]
@@ -100,9 +100,13 @@ def check_shapes(path: Path, model: nn.Module, other: nn.Module) -> None:
 def _read_plain(path: Path, part: str) -> dict[str, Any]:
     """A part of a checkpoint's plain values. Raises CorruptCheckpointError."""
     try:
-        return decode(json.loads((path / PLAIN).read_text(encoding="utf-8"))[part])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorruptCheckpointError(path, f"{PLAIN} cannot be read. {advice(path)}") from error
+        found = decode(json.loads((path / PLAIN).read_text(encoding="utf-8"))[part])
+        if isinstance(found, dict):
+            return found
+        raise TypeError(f"{part!r} is no table")
+    except Exception as error:  # it may be anybody's: too deep, a tensor of another shape, what has no hash
+        why = f"{PLAIN} cannot be read ({type(error).__name__}: {one_line(error, 100)}). {advice(path)}"
+        raise CorruptCheckpointError(path, why) from error
 
 
 def _load(

@@ -1,8 +1,8 @@
 """The metadata of torch.distributed.checkpoint (DCP), read without running what is in it.
 
 The metadata is a pickle, which calls whatever it names when it is loaded, and its checksum can be computed by anybody.
-Here it may only name the classes that DCP writes. These stand for records of this module, made anew for each file, so
-that a pickle can neither call nor change anything else; the records are checked and become DCP's own classes.
+Here it may only name the classes that DCP writes (`fxpar.checkpoint.pickles` reads it); records stand for their
+objects, are checked and become DCP's own classes.
 `SafeReader` and `SafePlanner` take the place of DCP's: the latter would unpickle values that are no tensors, too.
 """
 
@@ -12,6 +12,7 @@ import io
 import math
 import pickle
 import re
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
+from fxpar.checkpoint.pickles import Function, Kind, Record, read_pickle
 from fxpar.errors import CorruptCheckpointError
 from fxpar.torch_api.dcp import StorageInfo
 
@@ -40,6 +42,7 @@ _RECORDS = {
 }
 _DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+_LONGEST = 64  # of a size, and of the path to a value
 _FILE = re.compile(r"\w[\w.-]{0,254}", re.ASCII)
 
 
@@ -68,9 +71,7 @@ class SafePlanner(dcp.DefaultLoadPlanner):
 def read_metadata(path: Path, name: str = METADATA) -> Metadata:
     """What a checkpoint folder says is in its files. Raises CorruptCheckpointError."""
     try:
-        with open(path / name, "rb") as file:
-            record = _Unpickler(file).load()
-        return _metadata(path, record)
+        return _metadata(path, read_pickle((path / name).read_bytes(), _find))
     except CorruptCheckpointError:
         raise
     except Exception as error:  # pickles fail in every way there is
@@ -94,48 +95,36 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{self._what} names {module[:99]}.{name[:99]}, and may hold plain values only")
 
 
-class _Unpickler(pickle.Unpickler):
-    """Gives records for the classes of DCP's metadata and plain values for the others that it names."""
-
-    def __init__(self, file: Any) -> None:
-        super().__init__(file)
-        self._known: dict[tuple[str, str], Any] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        key = (module, name)
-        if key not in self._known:
-            self._known[key] = _stand_in(module, name)
-        return self._known[key]
-
-
-class _Record:
-    """What a pickle says of one object: arguments of its class, and its state."""
-
-    args: tuple[Any, ...] = ()
-    state: Any = None
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-def _stand_in(module: str, name: str) -> Any:
-    """A class or function for one pickle alone: a pickle can set attributes of what it has got hold of."""
+def _find(module: str, name: str) -> Any:
+    """What stands for a class or function that metadata names. Raises pickle.UnpicklingError."""
     if (module, name) in _RECORDS:
-        return type(name, (_Record,), {})
+        return Kind(name)
     if module == "torch" and name in _DTYPES:
         return _DTYPES[name]
-    if (module, name) == ("torch", "Size"):
-        return lambda sizes=(): tuple(sizes)
-    if (module, name) == ("torch.serialization", "_get_layout"):
-        return lambda layout: str(layout)
-    if (module, name) == (f"{_DCP}metadata", "_MEM_FORMAT_ENCODING"):
-        return lambda value: value
     if module in ("pathlib", "pathlib._local") and name in _PATHS:
-        return lambda *parts: "/".join(map(str, parts))
+        return Function(lambda parts: None)  # where the checkpoint was written: it may lie elsewhere now
+    if (module, name) in _FUNCTIONS:
+        return _FUNCTIONS[module, name]
     raise pickle.UnpicklingError(f"it names {module[:99]}.{name[:99]}, which no metadata needs")
+
+
+def _only(kind: type) -> Function:
+    """Gives back its one argument, which is of a kind."""
+
+    def call(args: tuple[Any, ...]) -> Any:
+        (value,) = args
+        if type(value) is not kind:
+            raise TypeError(f"{type(value).__name__} where {kind.__name__} belongs")
+        return value
+
+    return Function(call)
+
+
+_FUNCTIONS = {
+    ("torch", "Size"): _only(tuple),
+    ("torch.serialization", "_get_layout"): _only(str),
+    (f"{_DCP}metadata", "_MEM_FORMAT_ENCODING"): _only(int),
+}
 
 
 def _metadata(path: Path, record: Any) -> Metadata:
@@ -161,7 +150,7 @@ def _metadata(path: Path, record: Any) -> Metadata:
 
 def _entry(key: str, record: Any, stored: dict[MetadataIndex, Any]) -> TensorStorageMetadata | BytesStorageMetadata:
     """What is stored under a key: its chunks lie in the files and make up the tensor."""
-    if type(record).__name__ == "BytesStorageMetadata":
+    if isinstance(record, Record) and record.kind == "BytesStorageMetadata":
         _state(record, "BytesStorageMetadata")
         return BytesStorageMetadata()
     state = _state(record, "TensorStorageMetadata")
@@ -186,11 +175,11 @@ def _entry(key: str, record: Any, stored: dict[MetadataIndex, Any]) -> TensorSto
 
 
 def _dtype(record: Any) -> torch.dtype:
-    state = record.state if type(record).__name__ == "TensorProperties" else None
+    state = record.state if isinstance(record, Record) and record.kind == "TensorProperties" else None
     if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[0], torch.dtype):
         raise ValueError("a tensor has no dtype")
     if state[1] != "torch.strided":
-        raise ValueError(f"a tensor has the layout {state[1]!r:.60}")
+        raise ValueError(f"a tensor has the layout {_shown(state[1])}")
     return state[0]
 
 
@@ -207,11 +196,11 @@ def _storage(path: Path, record: Any) -> Any:
     state = _state(record, StorageInfo.__name__)
     name, offset, length = state.get("relative_path"), state.get("offset"), state.get("length")
     if not isinstance(name, str) or not _FILE.fullmatch(name):
-        raise ValueError(f"{name!r:.60} is not a file of a checkpoint")
+        raise ValueError(f"{_shown(name)} is not a file of a checkpoint")
     if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
         raise ValueError(f"a place in {name} is none")
     if state.get("transform_descriptors"):
-        raise ValueError(f"{name} is transformed by {state['transform_descriptors']!r:.60}")
+        raise ValueError(f"{name} is transformed by {_shown(state['transform_descriptors'])}")
     if offset + length > (path / name).stat().st_size:
         raise ValueError(f"{name} is shorter than it says")
     return StorageInfo(name, offset, length)
@@ -219,10 +208,8 @@ def _storage(path: Path, record: Any) -> Any:
 
 def _state(record: Any, kind: str) -> dict[str, Any]:
     """The fields of a record. Raises ValueError for one of another class."""
-    if not isinstance(record, _Record) or type(record).__name__ != kind:
+    if not isinstance(record, Record) or record.kind != kind:
         raise ValueError(f"there is no {kind} where one belongs")
-    if record.args:
-        raise ValueError(f"a {kind} has arguments")
     return _dict({} if record.state is None else record.state, kind)
 
 
@@ -240,15 +227,20 @@ def _text(value: Any) -> str:
 
 def _size(value: Any) -> torch.Size:
     found = _tuple_of(value, (int,))
-    if len(found) > 64 or any(not 0 <= size < 2**62 for size in found):
-        raise ValueError(f"{found!r:.60} is not a size")
+    if any(not 0 <= size < 2**62 for size in found):
+        raise ValueError(f"{_shown(found)} is not a size")
     return torch.Size(found)
 
 
 def _tuple_of(value: Any, kinds: tuple[type, ...]) -> tuple[Any, ...]:
-    if type(value) is not tuple or any(type(each) not in kinds for each in value):
+    if type(value) is not tuple or len(value) > _LONGEST or any(type(each) not in kinds for each in value):
         raise ValueError(f"{type(value).__name__} where numbers or names belong")
     return value
+
+
+def _shown(value: Any) -> str:
+    """In a message: the beginning alone, as the parts of a value may be shared and stand for billions."""
+    return reprlib.repr(value)[:60]
 
 
 __all__ = ["METADATA", "SafePlanner", "SafeReader", "check_plain_pickle", "read_metadata"]

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from fxpar.checkpoint.agree import agreed, group_of, rank_in, watched
+from fxpar.checkpoint.load import read_extra
 from fxpar.checkpoint.manifest import check_files, read_manifest, write_json
 from fxpar.checkpoint.metadata import SafePlanner, SafeReader, read_metadata
-from fxpar.checkpoint.plain import decode
-from fxpar.checkpoint.save import PLAIN, without_group_warning
+from fxpar.checkpoint.save import without_group_warning
 from fxpar.checkpoint.state import model_state
 from fxpar.errors import CheckpointError, CorruptCheckpointError, MissingPackageError, WeightsWriteError
 from fxpar.store.folder import INDEX, WHOLE
@@ -92,7 +92,7 @@ def export_checkpoint(
         for key, entry in read_metadata(source).state_dict_metadata.items()
         if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
-    extra = decode(json.loads((source / PLAIN).read_text(encoding="utf-8"))["extra"])
+    extra = read_extra(source)
 
     def whole(name: str) -> Tensor:
         target = torch.empty_like(entries[name], device="cpu")
@@ -111,6 +111,8 @@ def export_checkpoint(
         if isinstance(extra.get(HF_GENERATION), str):
             write_json(aside / "generation_config.json", json.loads(extra[HF_GENERATION]))
         for file in (source.parent / TOKENIZER).glob("*"):
+            if file.is_symlink() or not file.is_file():  # it may be anybody's, and lead to a key
+                raise CorruptCheckpointError(source, f"{TOKENIZER}/{file.name} beside it is not a file of its own")
             shutil.copyfile(file, aside / file.name)
 
     _write(final, entries, whole, dtype, shard_bytes, describe, None)

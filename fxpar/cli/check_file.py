@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxpar.checking import CheckResult, check
-from fxpar.cli.rehearse import check_batches, rehearse
+from fxpar.cli.rehearse import check_batches, look_at_labels, rehearse
 from fxpar.cli.request import in_precision, parse_precision
 from fxpar.cli.source import GraphSource, check_placed, read_file
 from fxpar.errors import FxparError, GraphFileError
@@ -56,10 +56,9 @@ def _checked(
         raise GraphFileError(path, why, "Write a whole model with: fxpar dump MODEL -o FILE.fxpar")
     logical, programs = _to_check(path, graph, origin, strategies)
     dims = check_batches(path, logical, origin.batches)
-    rehearse(path, logical, dims)
-    for program in programs:
-        if isinstance(program, TrainGraph):
-            rehearse(path, program, dims)
+    for each in (logical, *(program for program in programs if isinstance(program, TrainGraph))):
+        rehearse(path, each, dims)
+        look_at_labels(path, each)
     params = {info.fqn: _random(info, seed + i) for i, info in enumerate(logical.inputs) if info.kind == "param"}
     buffers = {info.fqn: _random(info, seed + i) for i, info in enumerate(logical.inputs) if info.kind == "buffer"}
     scale = mean_scale(origin.batches)

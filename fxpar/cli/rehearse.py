@@ -1,4 +1,6 @@
-"""Before the graph of a file is run: do the batches fit it, and would it fill the memory of this machine?"""
+"""Before the graph of a file is run: do the batches fit it, would it fill the memory of this machine, and are labels
+looked at?
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
+import torch
 from torch import Tensor, fx
 
 from fxpar.errors import GraphFileError
 from fxpar.ir.columns import human_bytes
 from fxpar.ir.exec_graph import Part, Program
 from fxpar.ir.graph import LogicalGraph, run_dims
+from fxpar.ir.node_meta import tensor_of
 from fxpar.remat import run_on_meta, tensors_of
 
+aten = torch.ops.aten
 # Every rank of a program is a thread of this process.
 MOST_RANKS = 256
 _LARGEST_INT = 2**63
@@ -94,3 +99,40 @@ def _rehearse(
                     alive -= storage.nbytes() if not users[id(storage)] else 0
     (output,) = graph.find_nodes(op="output")
     return [found.get(node) for node in output.args[0]]
+
+
+def look_at_labels(path: str, graph: LogicalGraph | Program) -> None:
+    """See that labels are looked at before the gradient of a label loss takes each for a place in memory: the loss does
+    that, the gradient does not. A program may have the loss elsewhere, and gets a gradient that looks for itself.
+    Raises GraphFileError for a logical graph whose gradient is of other labels than its loss.
+    """
+    if not isinstance(graph, LogicalGraph):
+        parts = [part for placed in graph.placed for part in placed.parts.values()]
+        for node in (node for part in parts for node in part.graph.nodes if node.target is _UNSEEING):
+            node.target = nll_loss_backward
+        return
+    seen = set[tuple[Any, Any]]()
+    for node in graph.gm.graph.nodes:
+        if node.target is aten.nll_loss_forward.default:
+            seen.add((node.args[1], tensor_of(node.args[0]).shape))
+        elif node.target is _UNSEEING and (node.args[2], tensor_of(node.args[1]).shape) not in seen:
+            raise GraphFileError(path, f"%{node.name} of its graph is no gradient of a loss before it", _AGAIN)
+
+
+_UNSEEING = aten.nll_loss_backward.default
+
+
+def nll_loss_backward(
+    grad: Tensor,
+    scores: Tensor,
+    labels: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignored: int,
+    total_weight: Tensor,
+) -> Tensor:
+    """`aten.nll_loss_backward` with a look at `labels` [N] of `scores` [N, C]. Raises IndexError."""
+    wrong = (labels != ignored) & ((labels < 0) | (labels >= scores.shape[-1]))
+    if bool(wrong.any()):
+        raise IndexError(f"label {int(labels[wrong].reshape(-1)[0])} is none of {scores.shape[-1]} classes")
+    return _UNSEEING(grad, scores, labels, weight, reduction, ignored, total_weight)

@@ -51,7 +51,10 @@ _TORCH_NAMES = {str(v).removeprefix("torch."): v for v in vars(torch).values() i
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _DEVICE = re.compile(r"(cpu|cuda|meta)(:\d{1,3})?", re.ASCII)
 _LARGEST_INT, _LONGEST_TEXT = 2**63, 2**16
-_LARGEST_EXPRESSION = 2000  # nodes; sizes of real models have tens
+# Parts of a size, were its powers written out; those of real models have tens. sympy compares what it chooses the
+# largest from pair by pair, and takes cubic time for remainders of remainders.
+_LARGEST_EXPRESSION, _MOST_CHOICES = 200, 16
+_CHOICES = tuple(cls for name, cls in expression_classes().items() if name.removeprefix("torch.") in ("Max", "Min"))
 _POWERS = (sympy.Pow, *(cls for name, cls in expression_classes().items() if "Pow" in name))
 _EXPRESSIONS = {**expression_classes(), "RunCount": RunCount}
 _EXPRESSION_NAMES = {cls: name for name, cls in _EXPRESSIONS.items()}
@@ -148,7 +151,7 @@ class Decoder:
         self.tensors = tensors
         self._targets: dict[str, Any] = {}
         self._nodes: list[fx.Node] = []
-        self._sizes: dict[sympy.Basic, int] = {}
+        self._sizes: dict[sympy.Basic, tuple[int, int]] = {}  # parts of an expression, and of them those to choose from
         self.pool: list[Any] = []
         for entry in pool:
             found = self.decode(entry)
@@ -212,15 +215,18 @@ class Decoder:
                 raise GraphFormatError(f"{shown(arg)} is not part of a size")
         if cls in _POWERS and not (len(args) == 2 and isinstance(args[1], int | sympy.Integer) and -1 <= args[1] <= 16):
             raise GraphFormatError(f"{shown(args)} is not a power of a size")
-        size = 1 + sum(self._sizes.get(arg, 1) for arg in args)
-        if size > _LARGEST_EXPRESSION:
-            raise GraphFormatError(f"the expression of a size has more than {_LARGEST_EXPRESSION} parts")
+        known = [self._sizes.get(arg, (1, 0)) for arg in args]
+        size = (1 + sum(parts for parts, _ in known)) * (1 + abs(int(args[1])) if cls in _POWERS else 1)
+        choices = sum(some for _, some in known) + (len(args) if cls in _CHOICES else 0)
+        if size > _LARGEST_EXPRESSION or choices > _MOST_CHOICES:
+            most = f"{_LARGEST_EXPRESSION} parts" if size > _LARGEST_EXPRESSION else f"{_MOST_CHOICES} to choose from"
+            raise GraphFormatError(f"the expression of a size has more than {most}")
         found = cls(*args)
         if not isinstance(found, sympy.Expr):
             raise GraphFormatError(f"{shown(found)} is not a size")
         if found.is_Integer:
             _plain(int(found))
-        self._sizes[found] = size
+        self._sizes[found] = size, choices
         return found
 
     def _dataclass(self, name: str, values: dict[Any, Any]) -> Any:

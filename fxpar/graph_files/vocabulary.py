@@ -66,7 +66,7 @@ def _words(text: str) -> frozenset[str]:
 REVIEWED = _words(
     "_cdist_backward _conj _conj_physical _fft_c2c _fused_rms_norm _fused_rms_norm_backward _grouped_mm "
     "_linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _native_batch_norm_legit_functional _neg_view "
-    "_pdist_backward _prelu_kernel _prelu_kernel_backward _reshape_alias _safe_softmax _to_copy _unsafe_view "
+    "_pdist_backward _prelu_kernel _prelu_kernel_backward _safe_softmax _to_copy _unsafe_view "
     "_upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward _upsample_bilinear2d_aa "
     "_upsample_bilinear2d_aa_backward _upsample_nearest_exact1d _upsample_nearest_exact2d "
     "_upsample_nearest_exact3d _weight_norm_interface _weight_norm_interface_backward adaptive_avg_pool2d "
@@ -97,6 +97,8 @@ REVIEWED = _words(
 )
 # Of torch's core, but their CPU kernels write where a tensor of indices says, without a look at its bounds.
 _TRUST_AN_INDEX = _words("max_pool2d_with_indices_backward max_pool3d_with_indices_backward _embedding_bag")
+# Values that arguments must have, for the same reason: counting ids takes each for a place.
+_ONLY = {(torch.ops.aten.embedding_dense_backward.default, "scale_grad_by_freq"): False}
 _KNOWN_TAGS = {torch.Tag.core, torch.Tag.pointwise}
 _HARMFUL_TAGS = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
 _IN_PLACE = {*IN_PLACE.values(), *(op for op, _ in OUT.values())}
@@ -203,7 +205,14 @@ class _Operand:
 def _operands(op: Any) -> tuple[dict[str, _Operand], tuple[str, ...]]:
     """All arguments of an op by name, and the names of the positional ones."""
     known = [
-        _Operand(a.name, a.kind, a.required, a.keyword_only, _fits(a.kind, a.name)) for a in schema_of(op).arguments
+        _Operand(
+            a.name,
+            a.kind if (op, a.name) not in _ONLY else str(_ONLY[op, a.name]),
+            a.required,
+            a.keyword_only,
+            _fits(a.kind, a.name) if (op, a.name) not in _ONLY else functools.partial(operator.is_, _ONLY[op, a.name]),
+        )
+        for a in schema_of(op).arguments
     ]
     return {one.name: one for one in known}, tuple(one.name for one in known if not one.keyword_only)
 
@@ -237,7 +246,10 @@ def _check_function(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
         bound = _signature(target).bind(*args, **kwargs).arguments
     except (TypeError, ValueError) as error:
         raise GraphFormatError(f"function {target_name(target)!r} cannot be called so: {error}") from error
+    counts = target in _ARITHMETIC and target is not operator.getitem
     for name, value in bound.items():
+        if counts and not _is_number(value):
+            raise GraphFormatError(f"function {target_name(target)!r} computes with sizes, not with {shown(value)}")
         if not _is_plain(value, name) or (target is operator.pow and name != "a" and not _is_exponent(value)):
             raise GraphFormatError(f"function {target_name(target)!r} cannot take {name}={shown(value)}")
 
@@ -249,6 +261,15 @@ def _is_plain(value: Any, name: str) -> bool:
     if isinstance(value, str):
         return value in _TEXTS.get(name, ()) or _AXIS.fullmatch(value) is not None
     return value is None or isinstance(value, (fx.Node, *_NUMBERS))
+
+
+def _is_number(value: Any) -> bool:
+    """A number, or what computes one: texts and lists, which arithmetic multiplies too, could fill the memory."""
+    if not isinstance(value, fx.Node):
+        return isinstance(value, _NUMBERS)
+    if isinstance(value.target, OpOverload):
+        return schema_of(value.target).results in (("int",), ("float",))
+    return value.op == "placeholder" or (value.target in _ARITHMETIC and value.target is not operator.getitem)
 
 
 def _is_exponent(value: Any) -> bool:

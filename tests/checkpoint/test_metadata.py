@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from fxpar.checkpoint import load_checkpoint, save_checkpoint
+from fxpar.checkpoint import export_checkpoint, load_checkpoint, save_checkpoint
+from fxpar.checkpoint.load import read_extra
 from fxpar.checkpoint.manifest import MANIFEST, FileSum, Manifest, read_manifest, sum_file, write_manifest
 from fxpar.checkpoint.metadata import METADATA, SafePlanner, SafeReader, check_plain_pickle, read_metadata
+from fxpar.checkpoint.weights import TOKENIZER
 from fxpar.errors import CheckpointError, CorruptCheckpointError
 from tests.checkpoint.small import make, step, whole
 from tests.watched import watched
@@ -119,6 +121,34 @@ def test_metadata_that_would_do_harm(case, saved, tmp_path, monkeypatch):
     assert [found.name for found in tmp_path.iterdir()] == [path.name]
     after = whole(model, optimizer)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# A tuple of two of a tuple of two ...: two to the power of its levels parts, in four bytes a level.
+SHARED = b"K\x01\x85\x94" + b"".join(b"h%c\x86\x94" % i for i in range(60))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\x80\x04}" + SHARED + b"K\x01s.", "a key of a table is of class tuple"),
+        (
+            b"\x80\x04\x8c\x13torch.serialization\x8c\x0b_get_layout\x93" + SHARED + b"\x85R.",
+            "where str belongs",
+        ),
+        (b"\x80\x04\x8c\x07pathlib\x8c\x09PosixPath\x93" + SHARED + b"\x85R.", "there is no Metadata"),
+        (b"\x80\x04Nr\xff\xff\xff\x01.", "an opcode that no metadata needs"),  # a memo of 33 million entries
+        (b"\x80\x04" + b"(" * 101, "more than 100 levels"),
+        (b"\x80\x04h\x00.", "list index out of range"),
+        (b"\x80\x04K\x01\x86.", "more parts than there are values"),
+        (b"\x80\x04\x8c\x05torch\x8c\x04Size\x93)\x81.", "made of what is no class"),
+        (b"\x80\x04\x8c\x09x\x93.", "cut off"),
+    ],
+)
+def test_metadata_that_would_take_for_ever(content, message, tmp_path):
+    """Python's unpickler hashes and prints what it is told to: a hundred bytes keep it busy for years."""
+    (tmp_path / METADATA).write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match=message):
+        read_metadata(tmp_path)
 
 
 class Harmful:
@@ -245,3 +275,29 @@ def test_deep_tables_are_refused(saved, tmp_path):
     with pytest.raises(CorruptCheckpointError, match="RecursionError"):
         read_manifest(path)
     assert json.loads((saved / "state.json").read_text())["extra"] == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "[" * 100_000 + "]" * 100_000,
+        '{"x": {"__fxpar__": "tensor", "dtype": "int64", "shape": [3], "items": [1]}}',
+        '{"__fxpar__": "dict", "items": [[[], 1]]}',
+        "[1]",
+    ],
+)
+def test_plain_values_of_anybody(extra, saved, tmp_path):
+    path = signed(saved, tmp_path, "state.json", f'{{"extra": {extra}}}'.encode())
+    with pytest.raises(CorruptCheckpointError, match="cannot be read"):
+        read_extra(path)
+
+
+def test_a_tokenizer_that_leads_elsewhere_is_not_copied(saved, tmp_path):
+    path = tmp_path / "mine" / "step-00000001"
+    shutil.copytree(saved, path)
+    (tmp_path / "secret").write_text("a key")
+    (path.parent / TOKENIZER).mkdir()
+    (path.parent / TOKENIZER / "vocab.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(CorruptCheckpointError, match=r"tokenizer/vocab\.json beside it is not a file of its own"):
+        export_checkpoint(path, tmp_path / "exported")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["mine", "secret"]

@@ -278,13 +278,20 @@ def test_values_that_no_graph_has(body, message, tmp_path):
     assert str(info.value).isprintable()
 
 
-def test_expressions_do_not_grow(tmp_path):
-    """Each is made of the one before, twice: forty of them would have a million million parts."""
-    pool = [["s", "T"]]
-    for i in range(40):
-        pool.append(["e", "Mul", ["p", i], ["e", "Add", ["p", i], 1]])
-    with pytest.raises(GraphFormatError, match="more than 2000 parts"):
-        Decoder(pool, [])
+@pytest.mark.parametrize(
+    ("seed", "grow", "message"),
+    [
+        (["s", "T"], lambda i: ["e", "Mul", ["p", i], ["e", "Add", ["p", i], 1]], "200 parts"),
+        (["q", 1, 3], lambda i: ["e", "Pow", ["p", i], 16], "200 parts"),  # the digits of 3 ** (16 ** 12)
+        (["s", "T"], lambda i: ["e", "torch.PowByNatural", ["p", i], 16], "200 parts"),
+        (["s", "T"], lambda i: ["e", "Mod", ["e", "Add", ["p", i], 1], ["e", "Add", ["s", "T"], i]], "200 parts"),
+        (["s", "T"], lambda i: ["e", "torch.Max", ["p", i], ["s", f"a{i}"]], "16 to choose from"),
+    ],
+)
+def test_expressions_do_not_grow(seed, grow, message):
+    """Each is made of the one before: it would have a million million parts, or take sympy for ever."""
+    with pytest.raises(GraphFormatError, match=f"more than {message}"):
+        Decoder([seed, *map(grow, range(60))], [])
 
 
 def test_what_a_header_says_is_shown_as_text(tmp_path):

@@ -100,6 +100,7 @@ def test_tables_name_what_is_there():
         *("aten.fbgemm_linear_fp16_weight.default", "aten.mkldnn_rnn_layer.default", "aten._foreach_add.Scalar"),
         *("aten._cufft_set_plan_cache_max_size.default", "aten._assert_async.msg", "aten.set_grad_enabled.default"),
         *("aten.max_pool2d_with_indices_backward.default", "aten._embedding_bag.default", "aten._unsafe_index.Tensor"),
+        "aten._reshape_alias.default",  # strides of its own over memory that nobody looks at
         *("_c10d_functional.broadcast_.default", "_c10d_functional.broadcast.default", "c10d.send.default"),
         *("inductor.resize_storage_bytes_.default", "debugprims.load_tensor.default", "prims.add.default"),
         *("profiler._record_function_exit.default", "quantized.linear_prepack.default", "load_library", "ops.x.y"),
@@ -176,6 +177,7 @@ def test_names():
 
 
 NODE = fx.Graph().placeholder("x")
+MADE = NODE.graph.call_function(aten.mm.default, (NODE, NODE))
 
 
 @pytest.mark.parametrize(
@@ -218,11 +220,20 @@ def test_calls(target, args, kwargs):
         (operator.pow, (9, NODE), {}, "cannot take b="),
         (operator.pow, (NODE, 10**9), {}, "cannot take b=1000000000"),
         (operator.mul, (NODE,), {}, "cannot be called so"),
-        (operator.mul, (NODE, "x" * 99), {}, "cannot take b='xxx"),
+        (operator.mul, (NODE, "x" * 99), {}, "computes with sizes, not with 'xxx"),
         (operator.getitem, (NODE, slice(0, 1)), {}, "cannot take b=slice"),
         (FUNCTIONS["fxpar.ops.layout:lift"], (NODE, 1), {}, "cannot be called so"),
         (FUNCTIONS["fxpar.ops.layout:lift"], (), {"y": NODE}, "cannot be called so"),
         (FUNCTIONS["fxpar.ops.layout:lift"], (torch.float32,), {}, "cannot take x=torch.float32"),
+        (operator.mul, ((1,), 10**12), {}, "computes with sizes, not with \\(1,\\)"),  # 8 TB
+        (operator.mul, ("@tp", 10**12), {}, "computes with sizes, not with '@tp'"),
+        (operator.add, (MADE, MADE), {}, "computes with sizes, not with mm"),  # what a tensor is, or a list
+        (
+            aten.embedding_dense_backward.default,
+            (NODE, NODE, 2, -1, True),
+            {},
+            "scale_grad_by_freq=True: it takes False",
+        ),
     ],
 )
 def test_calls_that_are_refused(target, args, kwargs, message):
