@@ -5,8 +5,11 @@ Graphs run as generated code that drops every value after its last use, so lifet
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import sympy
 from torch import fx
@@ -15,9 +18,20 @@ from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.node_meta import is_backward, is_on_host
 from fxpar.memory.series import HOST, KINDS, Moment, Series
 from fxpar.memory.workspace import Conditions, workspace_bytes
-from fxpar.remat import Storages, saved_storages, trace_places
+from fxpar.remat import SizedStorages, Storages, saved_storages, trace_sized
 
 ONE_THREAD = Conditions()
+
+
+@dataclass(frozen=True)
+class _Lives:
+    """Of a graph at one place: its storages, and by call those that are made, each for what, as a place in KINDS, and
+    those that are freed behind it.
+    """
+
+    sized: SizedStorages
+    saved: frozenset[int]
+    steps: tuple[tuple[fx.Node, tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]], ...]
 
 
 def body_series(
@@ -25,32 +39,67 @@ def body_series(
     dims: Mapping[sympy.Symbol, int],
     places: Sequence[Mapping[str, int]] = ({},),
     conditions: Conditions = ONE_THREAD,
+    *,
+    fixed: bool = False,
 ) -> Series:
     """What a lowered graph holds at each of its calls on the CPU rank that is fullest, of those at `places` on the axes
-    of the mesh, with the dynamic dims of the micro-batch at `dims`.
+    of the mesh, with the dynamic dims of the micro-batch at `dims`. `fixed`: the graph is not changed any more, so that
+    it is traced once for all sizes.
     """
-    found = [_series(graph, dims, storages, conditions) for storages in trace_places(graph, dims, places)]
-    return max(found, key=lambda series: series.peak.total_bytes)
+    lives, nbytes = _traced(graph, dims, places, _known(graph) if fixed else {})
+    others = (body_series(graph, dims, [place], conditions, fixed=fixed) for place in lives.sized.differ)
+    return max([_series(lives, nbytes, dims, conditions), *others], key=lambda series: series.peak.total_bytes)
 
 
-def _series(graph: fx.Graph, dims: Mapping[sympy.Symbol, int], storages: Storages, conditions: Conditions) -> Series:
+@functools.lru_cache(maxsize=32)  # a search asks for the same few graphs, at several sizes
+def _known(graph: fx.Graph) -> dict[Any, _Lives]:
+    """What was found of a graph, by places."""
+    return {}
+
+
+def _traced(
+    graph: fx.Graph,
+    dims: Mapping[sympy.Symbol, int],
+    places: Sequence[Mapping[str, int]],
+    known: dict[Any, _Lives],
+) -> tuple[_Lives, tuple[int, ...]]:
+    """At the first of the places, and the bytes of each storage."""
+    key = tuple(tuple(place.items()) for place in places)
+    nbytes = known[key].sized.nbytes(dims) if key in known else None
+    if nbytes is None:
+        known[key] = _lives(graph, trace_sized(graph, dims, places[0], places[1:]))
+        nbytes = known[key].sized.storages.nbytes
+    return known[key], nbytes
+
+
+def _lives(graph: fx.Graph, sized: SizedStorages) -> _Lives:
+    storages = sized.storages
     saved = saved_storages(graph, storages)
-    kinds = _kinds(graph, storages, saved)
-    dies = _deaths(graph, storages)
-    live = [0] * len(KINDS)
-    born: set[int] = set(storages.borrowed)
-    moments: list[Moment] = []
+    kinds, dies = _kinds(graph, storages, saved), _deaths(graph, storages)
+    born = set(storages.borrowed)
+    steps = []
+
+    def of_kind(found: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        return tuple((storage, kinds[storage]) for storage in found)
+
     for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        for storage in storages.of[node]:
-            if storage not in born:
-                born.add(storage)
-                live[kinds[storage]] += storages.nbytes[storage]
+        if node.op == "call_function":
+            births = [storage for storage in storages.of[node] if storage not in born]
+            born.update(births)
+            steps.append((node, of_kind(births), of_kind(dies.get(node, ()))))
+    return _Lives(sized, saved, tuple(steps))
+
+
+def _series(lives: _Lives, nbytes: Sequence[int], dims: Mapping[sympy.Symbol, int], conditions: Conditions) -> Series:
+    live = [0] * len(KINDS)
+    moments: list[Moment] = []
+    for node, births, deaths in lives.steps:
+        for storage, kind in births:
+            live[kind] += nbytes[storage]
         moments.append(Moment(node, tuple(live), workspace_bytes(node, dims, conditions)))
-        for storage in dies.get(node, ()):
-            live[kinds[storage]] -= storages.nbytes[storage]
-    return Series(tuple(moments), sum(storages.nbytes[storage] for storage in saved))
+        for storage, kind in deaths:
+            live[kind] -= nbytes[storage]
+    return Series(tuple(moments), sum(nbytes[storage] for storage in lives.saved))
 
 
 def _kinds(graph: fx.Graph, storages: Storages, saved: Collection[int]) -> dict[int, int]:

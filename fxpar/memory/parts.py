@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import sympy
 from torch import fx
@@ -21,7 +21,7 @@ from fxpar.memory.liveness import kind_of
 from fxpar.memory.workspace import Conditions, workspace_bytes
 from fxpar.passes.accumulate_gradients import accumulate
 from fxpar.passes.write_in_place import functional
-from fxpar.remat import Storages, trace_and_compare
+from fxpar.remat import SizedStorages, Storages, trace_sized
 
 Name = tuple[str, str]  # kind and FQN of an input
 
@@ -29,14 +29,13 @@ _HALVES = ("input_part", "weight_part")
 _PER_MICRO_BATCH = ("batch", "received", "received_grad")
 
 
-@dataclass(frozen=True)
-class StorageStep:
+class StorageStep(NamedTuple):
     """One node: (storage, what it is for) of what it makes; storages that nothing of its part uses later."""
 
     node: fx.Node
     births: tuple[tuple[int, str], ...]
-    workspace_bytes: int
     deaths: tuple[int, ...]
+    workspace_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,7 @@ class _Joined:
     inputs: dict[tuple[str, int], fx.Node] = field(default_factory=dict)
     calls: dict[str, list[fx.Node]] = field(default_factory=dict)
     results: dict[str, list[fx.Node]] = field(default_factory=dict)
+    known: dict[Any, tuple[SizedStorages, StageTrace]] = field(default_factory=dict)  # by places
 
     def add(self, name: str, part: Part) -> None:
         copied: dict[fx.Node, fx.Node] = {}
@@ -115,7 +115,20 @@ def trace_stage(
     sent = len(stage.given("sent_grad"))
     parts = [getattr(stage, name) for name in names]
     joined = _joined(names, tuple(one.graph for one in parts), tuple(one.sources for one in parts), sent, again)
-    storages, differ = trace_and_compare(joined.graph, dims, coordinates, others)
+    key = tuple(tuple(place.items()) for place in (coordinates, *others))
+    nbytes = joined.known[key][0].nbytes(dims) if key in joined.known else None
+    if nbytes is None:
+        sized = trace_sized(joined.graph, dims, coordinates, others)
+        joined.known[key] = sized, _lives(joined, names, sized, stage)
+        nbytes = sized.storages.nbytes
+    _, trace = joined.known[key]
+    parts = {name: _sized(part, dims, conditions) for name, part in trace.parts.items()}
+    return replace(trace, parts=parts, nbytes=nbytes)
+
+
+def _lives(joined: _Joined, names: tuple[str, ...], sized: SizedStorages, stage: StageProgram) -> StageTrace:
+    """Without what kernels need for themselves."""
+    storages = sized.storages
     inputs: dict[Name, int] = {}
     for (source, i), node in joined.inputs.items():
         info = stage.inputs[i] if source == "input" else None
@@ -128,11 +141,18 @@ def trace_stage(
     kinds = _kinds(joined, storages, saved, _finals(joined, names[-1], storages, stage))
     traces = {}
     for name in names:
-        steps = _steps(joined.calls[name], storages, kinds, born, dims, conditions)
+        steps = _steps(joined.calls[name], storages, kinds, born)
         made = {s for step in steps for s, _ in step.births}
         results = tuple(next(iter(storages.of[n]), None) for n in joined.results[name])
         traces[name] = PartTrace(steps, frozenset(reads[name] - made - lasting), frozenset(made), results)
-    return StageTrace(traces, storages.nbytes, lasting, inputs, tuple(differ))
+    return StageTrace(traces, storages.nbytes, lasting, inputs, sized.differ)
+
+
+def _sized(part: PartTrace, dims: Mapping[sympy.Symbol, int], conditions: Conditions) -> PartTrace:
+    """With what kernels need for themselves at these sizes."""
+    found = (workspace_bytes(step.node, dims, conditions) for step in part.steps)
+    steps = (step._replace(workspace_bytes=n) if n else step for step, n in zip(part.steps, found, strict=True))
+    return replace(part, steps=tuple(steps))
 
 
 @functools.lru_cache(maxsize=32)  # a search asks for the same few stages, at several sizes
@@ -200,8 +220,6 @@ def _steps(
     storages: Storages,
     kinds: Mapping[int, str],
     born: set[int],
-    dims: Mapping[sympy.Symbol, int],
-    conditions: Conditions,
 ) -> tuple[StorageStep, ...]:
     """Births and deaths in one part; `born` grows."""
     last: dict[int, int] = {}
@@ -217,7 +235,4 @@ def _steps(
     deaths: dict[int, list[int]] = {}
     for storage, i in last.items():
         deaths.setdefault(i, []).append(storage)
-    return tuple(
-        StorageStep(node, tuple(births[i]), workspace_bytes(node, dims, conditions), tuple(deaths.get(i, ())))
-        for i, node in enumerate(calls)
-    )
+    return tuple(StorageStep(node, tuple(births[i]), tuple(deaths.get(i, ()))) for i, node in enumerate(calls))

@@ -151,4 +151,4 @@ def program_series(
     graph = program.body.graph if micro_batches == 1 else accumulating_graph(program.body.graph, kept)
     last = {axis: degree - 1 for axis, degree in program.strategy.axes}
     places = [{}, last] if program.strategy.world > 1 else [{}]
-    return body_series(graph, dims, places, conditions)
+    return body_series(graph, dims, places, conditions, fixed=micro_batches > 1)

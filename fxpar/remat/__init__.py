@@ -2,19 +2,19 @@
 
 from fxpar.remat.choose import choose, chosen_by_module
 from fxpar.remat.forward import ForwardValues, forward_values
+from fxpar.remat.sized import SizedStorages, trace_sized
 from fxpar.remat.storages import (
     Storages,
     run_on_meta,
     saved_bytes,
     saved_storages,
     tensors_of,
-    trace_and_compare,
-    trace_places,
     trace_storages,
 )
 
 __all__ = [
     "ForwardValues",
+    "SizedStorages",
     "Storages",
     "choose",
     "chosen_by_module",
@@ -23,7 +23,6 @@ __all__ = [
     "saved_bytes",
     "saved_storages",
     "tensors_of",
-    "trace_and_compare",
-    "trace_places",
+    "trace_sized",
     "trace_storages",
 ]

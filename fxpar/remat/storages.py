@@ -26,13 +26,14 @@ class Storages:
     """`of[node]`: numbers of the storages of the node's tensors (none for an integer). `nbytes[i]`: size of storage i.
 
     `borrowed` are storages of placeholders: the caller keeps them. `weights` hold what is made of parameters alone,
-    such as one that ZeRO-3 has gathered.
+    such as one that ZeRO-3 has gathered. `makers[i]`: the node that made storage i, and for which of its results.
     """
 
     of: Mapping[fx.Node, tuple[int, ...]]
     nbytes: tuple[int, ...]
     borrowed: frozenset[int]
     weights: frozenset[int] = frozenset()
+    makers: tuple[tuple[fx.Node, int], ...] = ()
 
 
 def trace_storages(
@@ -46,14 +47,6 @@ def trace_storages(
     return trace_and_compare(graph, dims, coordinates or {}, ())[0]
 
 
-def trace_places(
-    graph: fx.Graph, dims: Mapping[sympy.Symbol, int], places: Sequence[Mapping[str, int]]
-) -> tuple[Storages, ...]:
-    """`trace_storages` at the first of `places`, and at those others where something differs from the first."""
-    found, differ = trace_and_compare(graph, dims, places[0], places[1:])
-    return (found, *(trace_storages(graph, dims, place) for place in differ))
-
-
 def trace_and_compare(
     graph: fx.Graph, dims: Mapping[sympy.Symbol, int], at: Mapping[str, int], others: Sequence[Mapping[str, int]]
 ) -> tuple[Storages, list[Mapping[str, int]]]:
@@ -65,6 +58,7 @@ def trace_and_compare(
     differ: list[Mapping[str, int]] = []
     of: dict[fx.Node, tuple[int, ...]] = {}
     borrowed: set[int] = set()
+    makers: list[tuple[fx.Node, int]] = []
     of_weights: dict[fx.Node, bool] = {}
     for node in graph.nodes:
         if node.op == "output":
@@ -80,12 +74,15 @@ def trace_and_compare(
                 if place not in differ and there != args and not is_same_call(target, args, there):
                     differ.append(place)
         of[node] = tuple(dict.fromkeys(one.storage for one in meta_tensors(values[node])))
+        for place, one in enumerate(meta_tensors(values[node])):
+            if one.storage == len(makers):
+                makers.append((node, place))
         of_weights[node] = _is_weight(node, of_weights)
         if node.op == "placeholder":
             borrowed.update(of[node])
     no_weights = {s for node, is_weight in of_weights.items() if not is_weight for s in of[node]}
     weights = frozenset(range(len(found.nbytes))) - no_weights
-    return Storages(of, tuple(found.nbytes), frozenset(borrowed), weights), differ
+    return Storages(of, tuple(found.nbytes), frozenset(borrowed), weights, tuple(makers)), differ
 
 
 def run_on_meta(

@@ -277,9 +277,11 @@ class _Search:
             for other in (self.known.candidate(text, self.said) for text in also_tried(strategy, offload=beside)):
                 if other is None:
                     continue
-                share = self._best_share(strategy, other, settled)
+                share = self._best_share(strategy, other, settled, best.predicted_s)
                 for variant in filter(None, (other, share)):
-                    tried = [(limit, variant if one.strategy == strategy else one) for limit, one in settled]
+                    tried = _with(variant, strategy, settled)
+                    if self.pricer.at_best_s(tried) >= best.predicted_s:
+                        continue  # what it needs takes long to find
                     # As it is guessed first: what it holds takes longer to find than what it takes.
                     for settle in (False, True):
                         priced = self.pricer.price(tried, settle)
@@ -289,17 +291,23 @@ class _Search:
                         best, chosen = priced, tried
         return best
 
-    def _best_share(self, strategy: Strategy, other: Priced, chosen: Chosen) -> Priced | None:
+    def _best_share(self, strategy: Strategy, other: Priced, chosen: Chosen, must_s: float) -> Priced | None:
         """Of a strategy that keeps all activations on the host: with the share that takes least in place of `strategy`,
-        on the line between none and all; None if that is one of these.
+        on the line between none and all; None if that is one of these, or if none could take less than `must_s`.
         """
         none = self.known.candidate(replace(other.strategy, offload=0.0), self.said) if other.strategy.offload else None
         if none is None:
             return None
+
+        def tried(share: float) -> list[tuple[int, Priced]]:
+            guess = Between(replace(other.strategy, offload=share), other.cluster, other.anchors, none, other, share)
+            return _with(guess, strategy, chosen)
+
+        if all(self.pricer.at_best_s(tried(share)) >= must_s for share in SHARES):
+            return None
         seconds: dict[float, float] = {}
         for share in (0.0, *SHARES, 1.0):
-            guess = Between(replace(other.strategy, offload=share), other.cluster, other.anchors, none, other, share)
-            priced = self.pricer.price([(limit, guess if o.strategy == strategy else o) for limit, o in chosen])
+            priced = self.pricer.price(tried(share))
             seconds[share] = np.inf if priced is None else priced.predicted_s
         best = min(seconds, key=lambda share: seconds[share])
         found = replace(other.strategy, offload=best)
@@ -367,6 +375,11 @@ class _Search:
         return SequenceFitsNowhereError(
             longest, self.problem.memory_bytes or 0, one.name, one.memory(longest).peak_bytes
         )
+
+
+def _with(variant: Priced, strategy: Strategy, chosen: Chosen) -> list[tuple[int, Priced]]:
+    """A set with `variant` in place of a strategy."""
+    return [(limit, variant if one.strategy == strategy else one) for limit, one in chosen]
 
 
 _seconds = operator.attrgetter("predicted_s")

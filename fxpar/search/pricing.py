@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +15,7 @@ from fxpar.cost.group import simulated_s
 from fxpar.ir.teams import largest_team
 from fxpar.search.price import Depth, Priced
 from fxpar.search.sets import DIFFERENT
-from fxpar.search.switching import ModelSwitches, Outlines
+from fxpar.search.switching import ModelSwitches, Outlines, SetSwitches
 from fxpar.store.memory import reserved_gradients
 
 
@@ -121,16 +122,19 @@ class SetPricer:
         found = [(one, one.memory(_least(limit, one))) for limit, one in chosen]
         return [m.stays_bytes + weights + m.beside_bytes + _beyond(one, chosen, False) for one, m in found]
 
-    def _budget(self, limit: int, one: Priced, shared_bytes: int, settle: bool = False) -> int | None:
-        """`shared_bytes` are those of weights, and what else the set reserves beyond this strategy."""
+    def _wanted(self, limit: int, one: Priced) -> tuple[int, int] | None:
+        """The fewest tokens of a micro-batch, and the most that one could want; None if it holds no such sequence."""
         least, said = _least(limit, one), largest_team(one.strategy).tokens
         if said:
-            if said < least:
-                return None
-            least = said
-        most = max(least, self.largest) if self.packed and not said else least
-        if self.memory_bytes is None:
-            return most
+            return None if said < least else (said, said)
+        return least, max(least, self.largest) if self.packed else least
+
+    def _budget(self, limit: int, one: Priced, shared_bytes: int, settle: bool = False) -> int | None:
+        """`shared_bytes` are those of weights, and what else the set reserves beyond this strategy."""
+        wanted = self._wanted(limit, one)
+        if wanted is None or self.memory_bytes is None:
+            return wanted and wanted[1]
+        least, most = wanted
         room = self.memory_bytes - one.stays.stays_bytes - shared_bytes
         tokens = one.most_tokens(least, room, most)
         return one.settled_tokens(least, room, tokens) if settle and tokens is not None else tokens
@@ -148,12 +152,51 @@ class SetPricer:
         """None if it does not fit; `settle` as for `groups`. Groups overlap, if they may, where that is faster with the
         memory that it takes. Raises what planning a mini-batch raises.
         """
-        may = self.overlap and overlap_pays(len({one.name for _, one in chosen}), self.cluster)
+        may = self._may_overlap(chosen)
         ways = {overlap: self.groups(chosen, settle, overlap) for overlap in ((True, False) if may else (False,))}
         if may and ways[True] == ways[False]:
             del ways[False]  # as many tokens, and nothing is hidden
         found = [self._planned(chosen, groups, settle, overlap) for overlap, groups in ways.items() if groups]
         return min(found, key=lambda one: one.predicted_s, default=None)
+
+    def at_best_s(self, chosen: Sequence[tuple[int, Priced]]) -> float:
+        """Seconds of a mini-batch if memory were no matter: weights stay side by side, and micro-batches are as large
+        as one could want. `price` takes no less, and much longer, as it predicts what all of this would need.
+        """
+        groups = []
+        for limit, one in chosen:
+            wanted = self._wanted(limit, one)
+            if wanted is None:
+                return math.inf
+            groups.append(LengthGroup(limit, one.strategy, wanted[1], one.multiple))
+        unique = {one.name: one for _, one in chosen}
+        switching = self._switches.of_set(unique, tuple(unique), guess=True)
+        ways = (True, False) if self._may_overlap(chosen) else (False,)
+        plans = [self._mini_batches(chosen, groups, switching, overlap) for overlap in ways]
+        return min(sum(plan.predicted_s for plan in each) / len(each) for each in plans) + self.optimizer_s
+
+    def _may_overlap(self, chosen: Sequence[tuple[int, Priced]]) -> bool:
+        return self.overlap and overlap_pays(len({one.name for _, one in chosen}), self.cluster)
+
+    def _mini_batches(
+        self, chosen: Sequence[tuple[int, Priced]], groups: Sequence[LengthGroup], switching: SetSwitches, overlap: bool
+    ) -> list[BatchPlan]:
+        unique = {one.name: one for _, one in chosen}
+        reductions = SetReductions({name: one.reduce_s for name, one in unique.items()})
+        flowing = {name: one.pace for name, one in unique.items() if one.pace is not None}
+        borders = Borders(switching, reductions, overlap, flowing)
+        names, costs = [one.name for _, one in chosen], [one.cost for _, one in chosen]
+
+        def border_s(running: Sequence[int], runs: Sequence[RunTime]) -> float:
+            together = by_strategy([names[g] for g in running], runs)
+            order = switching.order(list(together))
+            return borders.exposed_s(borders.fastest(order, together), together)
+
+        # Without riders, as the bound has it: a run is predicted no slower than this.
+        return [
+            plan_batch(batch, groups, costs, border_s, packed=self.packed, ride=False, known=self._loads)
+            for batch in self.batches
+        ]
 
     def _planned(
         self, chosen: Sequence[tuple[int, Priced]], groups: tuple[LengthGroup, ...], settle: bool, overlap: bool
@@ -161,28 +204,13 @@ class SetPricer:
         unique = {one.name: one for _, one in chosen}
         kept = self._resident(chosen, groups, overlap)
         switching = self._switches.of_set(unique, kept, guess=not settle)
-        reductions = SetReductions({name: one.reduce_s for name, one in unique.items()})
-        flowing = {name: one.pace for name, one in unique.items() if one.pace is not None}
-        borders = Borders(switching, reductions, overlap, flowing)
-        names = [one.name for _, one in chosen]
-
-        def border_s(running: Sequence[int], runs: Sequence[RunTime]) -> float:
-            together = by_strategy([names[g] for g in running], runs)
-            order = switching.order(list(together))
-            return borders.exposed_s(borders.fastest(order, together), together)
-
-        costs = [one.cost for _, one in chosen]
-        # Without riders, as the bound has it: a run is predicted no slower than this.
-        plans = [
-            plan_batch(batch, groups, costs, border_s, packed=self.packed, ride=False, known=self._loads)
-            for batch in self.batches
-        ]
+        plans, names = self._mini_batches(chosen, groups, switching, overlap), [one.name for _, one in chosen]
         count = len(plans)
         switch_s = reduce_s = 0.0
         for plan in plans:
             order = switching.order({names[g] for g in plan.order})
             switch_s += sum(switching.predicted_s(name, order[:i]) for i, name in enumerate(order)) / count
-            reduce_s += sum(reductions.predicted_s(name) for name in order) / count
+            reduce_s += sum(unique[name].reduce_s for name in order) / count
         total = sum(plan.predicted_s for plan in plans) / count
         return PricedSet(
             groups=self._run_s(chosen, groups, plans, settle),

@@ -10,7 +10,7 @@ from torch import fx
 from fxpar.ir.graph import TensorMeta, dim_symbol
 from fxpar.lowering import lower
 from fxpar.ops import layout
-from fxpar.remat import saved_bytes, trace_places, trace_storages
+from fxpar.remat import saved_bytes, trace_sized, trace_storages
 from tests.captured import llama, odd
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -66,10 +66,10 @@ def test_coordinates():
     assert first.of[piece] == first.of[x]
     assert last.of[piece] != last.of[x]
     assert first.of[columns] != first.of[x]
-    assert len(trace_places(graph, dims, [{"tp": 0}, {"tp": 0}])) == 1
-    assert trace_places(graph, dims, [{"tp": 0}, {"tp": 3}])[1].of[piece] == last.of[piece]
+    others = [{"tp": 0}, {"tp": 3}]
+    assert trace_sized(graph, dims, {"tp": 0}, others).differ == ({"tp": 3},)
     even = {dim_symbol("T"): 8}  # pieces lie elsewhere in x, which nothing asks for
-    assert len(trace_places(graph, even, [{"tp": 0}, {"tp": 3}])) == 1
+    assert not trace_sized(graph, even, {"tp": 0}, others).differ
 
 
 def test_every_op_of_the_models_runs_on_the_meta_device():
@@ -88,3 +88,26 @@ def test_saved_is_what_the_backward_reads():
     )
     assert two - one == three - two > 0
     assert one - (two - one) < 2000
+
+
+def test_storages_of_other_sizes_are_read_off_the_shapes():
+    """As large as the graph traced there has them, with the same storages for the same values."""
+    programs = [lower(one.graph, "dp2.tp2+zero3") for one in (llama(), odd("experts"))]
+    for program in (*programs, lower(llama().graph, "cp2.tp2+sp+remat(selective)")):
+        graph, (T, *rest) = program.body.graph, program.dims
+        few, many = ({T.symbol: size} | {dim.symbol: 2 for dim in rest} for size in (64, 4096))
+        found = trace_sized(graph, many, {}, ())
+        there = trace_storages(graph, few)
+        assert found.nbytes(few) == there.nbytes != found.storages.nbytes
+        assert found.storages.of == there.of
+        assert found.nbytes({**few, T.symbol: 1}) is None  # any view of one token is contiguous
+
+
+def test_storages_that_shapes_do_not_tell_are_traced_anew():
+    graph, x = small()
+    kept = graph.call_function(aten.new_empty_strided.default, (x, [4], [8]))
+    kept.meta["local"] = TensorMeta((4,), torch.float32)
+    graph.output((kept,))
+    found = trace_sized(graph, {dim_symbol("T"): 4}, {}, ())
+    assert found.storages.nbytes == (96, 100)
+    assert found.nbytes({dim_symbol("T"): 8}) is None
