@@ -68,7 +68,7 @@ def read_model_tasks(path: str, devices: int | None, devices_per_node: int) -> M
     try:
         data = read(Path(path).read_text(encoding="utf-8"), "TOML")
     except OSError as error:
-        raise TasksFileError(path, "", f"it cannot be read: {error}", "Name a TOML file") from None
+        raise TasksFileError(path, "", f"it cannot be read: {error.strerror or error}", "Name a TOML file") from None
     except ValueError as error:
         raise TasksFileError(path, "", str(error), "Write model = ..., and a table [tasks.NAME] for each") from None
     if isinstance(data.get("model"), dict):
