@@ -35,5 +35,6 @@ def find_checkpoint(path: Path) -> Path:
     found = (newest_in(folder) for folder in (path, path / "checkpoints"))
     latest = next((one for one in found if one is not None), None)
     if latest is None:
-        raise MissingCheckpointError(path, "there is no complete checkpoint in this folder")
+        why = "there is no complete checkpoint in this folder; name the folder of a run, such as runs/NAME"
+        raise MissingCheckpointError(path, why)
     return latest

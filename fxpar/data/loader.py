@@ -133,7 +133,8 @@ class MiniBatchLoader:
         differing = [key for key in {**now, **saved} if saved.get(key) != now.get(key)]
         if differing:
             each = "; ".join(f"{key} was {saved.get(key)!r} and is {now.get(key)!r}" for key in differing)
-            raise LoaderStateError(f"it belongs to other data: {each}")
+            advice = "Use the files, tokenizer and data settings of the run that saved it, or start a new run"
+            raise LoaderStateError(f"it belongs to other data: {each}. {advice}")
         if epoch < 0 or not 0 <= position < len(self.lengths):
             raise LoaderStateError(f"epoch {epoch}, position {position} of {len(self.lengths)} does not exist")
         self._epoch, self._position = epoch, position

@@ -55,7 +55,7 @@ class WeightsFolderError(FxparError):
 
     def __init__(self, folder: object, why: str) -> None:
         self.folder, self.why = str(folder), one_line(why, None)
-        super().__init__(f"weights in {self.folder!r}: the folder {self.why}")
+        super().__init__(f"weights in {self.folder!r}: {self.why}")
 
     def __reduce__(self) -> tuple[type, tuple]:
         return type(self), (self.folder, self.why)

@@ -126,7 +126,8 @@ def read_cost(path: str) -> RoundCost:
     try:
         data = read(Path(path).read_text(encoding="utf-8"), "JSON")
     except OSError as error:
-        raise RoundCostError(repr(path), f"it cannot be read: {error}", "Name a JSON file of constants") from error
+        why = f"it cannot be read: {error.strerror or error}"
+        raise RoundCostError(repr(path), why, "Name a JSON file of constants") from error
     except ValueError as error:
         raise RoundCostError(repr(path), str(error), "Write the constants as one JSON object") from error
     known = {one.name: one for one in fields(RoundCost)}

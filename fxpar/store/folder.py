@@ -63,7 +63,7 @@ class WeightsFolder:
         where = Path(path).expanduser()
         if not where.is_dir():
             what = "is a file" if where.exists() else "does not exist"
-            raise WeightsFolderError(where, f"{what}. Nothing is downloaded: name a local folder")
+            raise WeightsFolderError(where, f"the folder {what}. Nothing is downloaded: name a local folder")
         found = cls(where, {})
         index = where / INDEX
         found.files = found._of_index(index) if index.is_file() else found._of_files(_weight_files(where))
@@ -130,7 +130,8 @@ class WeightsFolder:
 
     def _broken(self, file: Path, error: Exception) -> WeightsFolderError:
         reason = " ".join(str(error).split()) or type(error).__name__
-        return WeightsFolderError(self.path, f"{file.name} cannot be read: {reason}")
+        why = f"cannot be read: {reason}" if file.exists() else "is missing"
+        return WeightsFolderError(self.path, f"the file {file.name} {why}. Copy the folder again")
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -141,7 +142,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if found:
         return found
     pickled = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind))
-    why = "has no *.safetensors"
+    why = "the folder has no *.safetensors"
     if pickled:
         why += f", and {pickled[0]} is a pickle, which could run code: load it with transformers, save_pretrained it"
     raise WeightsFolderError(folder, why)
@@ -247,7 +248,7 @@ class Given:
 
     def fill(self, put: Callable[[str, Read], object]) -> None:
         """`put(first name, read)` for each value; `read(box)` gives it. Of a tied weight that the folder has under
-        several names all must be equal. Raises WeightsFolderError.
+        several names all must be equal. Raises WeightsFolderError, for a NaN too.
         """
         firsts: dict[str, str] = {}
         for name, wanted in self.pairs.items():
@@ -261,7 +262,10 @@ class Given:
     def _read(self, name: str, first: str, box: Box) -> Tensor:
         value = self.folder.read(name, box)
         if name != first and not torch.equal(value, self.folder.read(first, box)):
-            why = f"has {first!r} and {name!r} with different values, and the model has one weight for both"
+            why = f"the folder has {first!r} and {name!r} with different values, and the model has one weight for both"
+            raise WeightsFolderError(self.folder.path, why)
+        if value.is_floating_point() and value.isnan().any():  # else the first step blames the learning rate
+            why = f"{name!r} holds NaN, so every loss would be NaN. Save the weights again, or copy the folder again"
             raise WeightsFolderError(self.folder.path, why)
         return value
 

@@ -44,7 +44,8 @@ def read_tasks(path: str) -> TaskFile:
     try:
         data = read(Path(path).read_text(encoding="utf-8"), "JSON")
     except OSError as error:
-        raise TaskGraphError(repr(path), f"it cannot be read: {error}", "Name a JSON file of MetaOps") from error
+        why = f"it cannot be read: {error.strerror or error}"
+        raise TaskGraphError(repr(path), why, "Name a JSON file of MetaOps") from error
     except ValueError as error:
         raise TaskGraphError(repr(path), str(error), "Write one JSON object with metaops and edges") from error
     known = ("metaops", "edges", *_LINKS)

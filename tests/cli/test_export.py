@@ -49,7 +49,7 @@ def test_what_cannot_be_exported(run, tmp_path):
     assert (code, "there is no such folder" in err) == (1, True)
     (tmp_path / "empty").mkdir()
     code, _, err = fxpar("export", tmp_path / "empty", tmp_path / "out")
-    assert (code, "there is no complete checkpoint in this folder" in err) == (1, True)
+    assert (code, "in this folder; name the folder of a run" in err) == (1, True)
     code, _, err = fxpar("export", run, run)
     assert code == 1
     assert err.startswith("error: folder of weights '")

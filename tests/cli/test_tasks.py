@@ -66,7 +66,8 @@ def test_the_plan_as_json(file, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "error", "message"),
     [
-        (("plan", 4, "no.json"), TaskGraphError, "it cannot be read"),
+        (("plan", 4, "no.json"), TaskGraphError, r"no\.json': it cannot be read: No such file or directory"),
+        (("plan", 4, "no.toml"), TasksFileError, r"no\.toml': it cannot be read: No such file or directory"),
         (("plan", 4, "", "clip-11"), TaskGraphError, "there is none of this name"),
         (("plan", 4, "", "clip-4", 8, "no/such/folder.json"), OutputError, "folder"),
         (("plan", 4, "", "clip-4", 8, None, "run.toml"), TasksFileError, "'clip-4': it says nothing of data"),

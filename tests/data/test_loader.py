@@ -222,7 +222,7 @@ def test_other_data_or_settings_are_named():
     cases = [
         (in_memory(numbered([4, 5, 7])), {}, "corpus was '.*' and is '.*'"),
         (tokens.hold_out(1)[0], {}, r"documents was '3 .*' and is '2 .*'"),
-        (tokens, {"max_length": 5}, "max_length was 6 and is 5"),
+        (tokens, {"max_length": 5}, r"max_length was 6 and is 5\. Use the files, tokenizer and data settings"),
         (tokens, {"overlong": "truncate"}, "overlong was 'split' and is 'truncate'"),
         (tokens, {"seed": 1}, "seed was 0 and is 1"),
         (tokens, {"shuffle": False}, "shuffle was True and is False"),

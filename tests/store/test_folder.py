@@ -124,6 +124,13 @@ def test_both_names_of_a_tied_weight(tmp_path):
         given.fill_module(model)
 
 
+def test_a_weight_that_holds_nan(tmp_path):
+    state = values(scale=torch.tensor(float("nan")))
+    given = Given.to(Tied(), write(tmp_path / "w", state))
+    with pytest.raises(WeightsFolderError, match=r"'scale' holds NaN, so every loss would be NaN\. Save"):
+        given.fill_module(Tied())
+
+
 def broken(folder):
     (folder / "model.safetensors").write_bytes(b"\xff" * 40)
 
@@ -140,6 +147,10 @@ def lost(folder):
     (folder / INDEX).write_text(json.dumps({"weight_map": {"nowhere": "model.safetensors"}}))
 
 
+def gone(folder):
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "model-00002.safetensors"}}))
+
+
 def no_index(folder):
     (folder / INDEX).write_text("[]")
 
@@ -147,7 +158,8 @@ def no_index(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (broken, "model.safetensors cannot be read"),
+        (broken, r"'.*w': the file model.safetensors cannot be read: .*\. Copy the folder again"),
+        (gone, r"': the file model-00002\.safetensors is missing\. Copy the folder again"),
         (escaping, "names '../model.safetensors', which is none of its files"),
         (pickled, r"pytorch_model\.bin is a pickle, which could run code"),
         (lost, "model.safetensors has no 'nowhere'"),
