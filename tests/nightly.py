@@ -392,14 +392,6 @@ AT_NIGHT: dict[str, tuple[str, ...]] = {
         "test_numbers_of_eager_runs[gemma2]",
         "test_numbers_of_eager_runs[falcon]",
     ),
-    "tracer/test_repeats.py": (  # each by day in another case: one kind, a gradient from elsewhere, a weight
-        "test_copied_backward_is_the_traced_one[collects]",
-        "test_copied_backward_is_the_traced_one[in place]",
-        "test_copied_backward_is_the_traced_one[recomputes]",
-        "test_copied_backward_is_the_traced_one[same]",
-        "test_copied_backward_is_the_traced_one[shares]",
-        "test_copied_backward_is_the_traced_one[two kinds]",
-    ),
     "tracer/test_signature.py": ("test_what_is_captured_is_the_same[llama]",),
     "transport/test_failures.py": (
         "test_a_missing_peer_is_named[die]",
