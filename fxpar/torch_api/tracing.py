@@ -288,22 +288,40 @@ def copied_to_cpu(tensor: Tensor) -> Tensor:
         return tensor.detach().cpu().requires_grad_(tensor.requires_grad)
 
 
+_OF_OP = "GeneratedBackwardFor_"  # how torch names what it makes for `register_autograd`
+
+
 def own_backward(results: Sequence[Tensor]) -> type | None:
     """An `autograd.Function`, not of fxpar, that the gradients of `results` go through. Those of ops with a formula of
     their own do not count: what such an op does is asked of the op.
     """
-    todo = [value.grad_fn for value in results if value.grad_fn is not None]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        if isinstance(node, BackwardCFunction) and not type(node).__name__.startswith("GeneratedBackwardFor_"):
+    for node in _written_in_python(results):
+        if not type(node).__name__.startswith(_OF_OP):
             function: Any = type(node)._forward_cls  # type: ignore[attr-defined]
             if function.__module__.partition(".")[0] != "fxpar":
                 return function
+    return None
+
+
+def own_formula(results: Sequence[Tensor]) -> bool:
+    """Whether the gradients of `results` go through an op, not of fxpar, that has its formula from `register_autograd`:
+    it may depend on more than the call.
+    """
+    names = (type(node).__name__ for node in _written_in_python(results))
+    return any(name.startswith(_OF_OP) and not name.startswith(f"{_OF_OP}fxpar_") for name in names)
+
+
+def _written_in_python(results: Sequence[Tensor]) -> Iterator[BackwardCFunction]:
+    """The autograd nodes behind `results` whose backward is a Python function."""
+    todo: list[Any] = [value.grad_fn for value in results if value.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, BackwardCFunction):
+            yield node
         found = [before for before, _ in node.next_functions if before is not None and before not in seen]
         seen.update(found)
         todo += found
-    return None
 
 
 def is_computed_from(value: Tensor, kind: str) -> bool:

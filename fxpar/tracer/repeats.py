@@ -158,6 +158,7 @@ class _Plan:
         given = None if gradient is None else [gradient]
         made = list(torch.autograd.grad(results, inputs, given, allow_unused=True))
         before = made.pop(0) if start else results[0]
+        assert before is not None  # autograd's own formulas give one
         self.found.update(zip(wanted, made, strict=True))
         return before
 

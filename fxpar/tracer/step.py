@@ -360,15 +360,16 @@ class TracedStep(Traced):
         if not trained:
             raise LossError("a loss, but the model has no parameter that requires a gradient")
         with torch.autocast("cpu", enabled=False):
-            grads = gradients(loss, [v for _, v in trained], self._ends(context), self.provenance.newest)
+            grads = gradients(loss, [v for _, v in trained], self._ends(loss, context), self.provenance.newest)
         if all(grad is None for grad in grads):
             raise LossError("a tensor that does not depend on any trainable parameter")
         self.unused = tuple(i.fqn for (i, _), grad in zip(trained, grads, strict=True) if grad is None)
         return {i.fqn: grad for (i, _), grad in zip(trained, grads, strict=True) if grad is not None}
 
-    def _ends(self, context: CaptureContext) -> list[Tensor]:
+    def _ends(self, loss: Tensor, context: CaptureContext) -> list[Tensor]:
         """The results of blocks whose backward is all autograd's: no code of the model's runs in it."""
         of_the_model = self.own_backward is not None or context.gradient_hooks or self.provenance.recomputes
+        of_the_model = of_the_model or tracing.own_formula([loss])
         return [] if of_the_model else self.provenance.ends
 
 

@@ -104,6 +104,28 @@ class Hooked(Blocks):
         return self.last(h)
 
 
+@torch.library.custom_op("test_repeats::passing", mutates_args=())
+def passing(h: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    return h + made
+
+
+passing.register_fake(torch.add)
+passing.register_autograd(lambda ctx, gradient: (None, gradient))
+
+
+class OwnFormula(Blocks):
+    """An op with a formula of its own, which gives no gradient to what is before it."""
+
+    def __init__(self):
+        super().__init__(*[Block() for _ in range(9)])
+
+    def forward(self, x):
+        h = self.first(x)
+        for i, layer in enumerate(self.layers):
+            h = passing(h, layer.linear.bias * torch.ones_like(h)) if i == 2 else layer(h)
+        return self.last(h)
+
+
 class NoGrad(Blocks):
     """The same calls in all blocks; in one of them another one of two has no gradient."""
 
@@ -206,6 +228,7 @@ class Later(Blocks):
 CASES = {
     "equal": (Blocks, 3),
     "turns": (Turns, 4),
+    "own formula": (OwnFormula, 0),
     "two kinds": (lambda: Blocks(*[Block(2.0, wide=bool(i % 2)) for i in range(9)]), 4),
     "another factor": (lambda: Blocks(*[Block(3.0 if i == 3 else 2.0) for i in range(7)]), 3),
     "frozen": (Frozen, 2),
