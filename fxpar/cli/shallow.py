@@ -16,25 +16,26 @@ from fxpar.ir.strategy import Strategy
 from fxpar.models.depth import layer_option
 from fxpar.models.options import parse_assignments
 from fxpar.search.chosen import Rows, lowering
+from fxpar.search.deepened import repeating
 from fxpar.search.price import Depth
 from fxpar.search.pricing import PricedSet
 
 
 class Shallow:
-    """A model with any number of layers, captured once for each; lowered for a store, or only its parameters placed."""
+    """A model with any number of layers, captured with few; lowered for a store, or only its parameters placed."""
 
     def __init__(self, source: GraphSource) -> None:
         option = layer_option(source.model, parse_assignments(source.options))
         self.depth = Depth(1, whole=True) if option is None else Depth(option.layers, option.period)
 
         @functools.cache
-        def rows(layers: int) -> LogicalGraph:
+        def captured(layers: int) -> LogicalGraph:
             if option is None or layers == option.layers:
                 return read_rows(source)
             return read_rows(replace(source, options=(*source.options, f"{option.name}={layers}")))
 
-        self.rows: Rows = rows
-        self.lower, self.outlines = lowering(rows)
+        self.rows: Rows = repeating(captured, self.depth)
+        self.lower, self.outlines = lowering(self.rows)
 
     @property
     def inputs(self) -> set[str]:
