@@ -122,7 +122,9 @@ class _Periods:
                 if info.kind not in ("param", "buffer") or info.aliases or node.name != info.fqn.replace(".", "_"):
                     return False
         one_run = all(_is_one_run(periods) for periods in order.values())
-        as_long = all(n == counts.get((MIDDLE, run)) for (_, run), n in counts.items())
+        # The last gradients of the first period may be called by what is in front of it.
+        fewer = (FIRST, "backward")
+        as_long = all(n == counts.get((MIDDLE, run)) or (one, run) == fewer for (one, run), n in counts.items())
         return one_run and as_long and all(map(self._reads_near, self.graph.gm.graph.nodes))
 
     def _reads_near(self, node: fx.Node) -> bool:
@@ -136,7 +138,10 @@ class _Periods:
         period, key = self.place[node]
         if period != MIDDLE:
             return all(abs(self.place.get(read, (period,))[0] - period) < 2 for read in node.all_input_nodes)
-        return all(self._as_in(node, self.nodes[other, key], other) for other in (FIRST, LAST))
+        if (FIRST, key) not in self.nodes:  # then it is not seen what stands for something of the last one
+            own = all(self.place.get(read, (MIDDLE,))[0] != LAST for read in node.all_input_nodes)
+            return own and (LAST, key) in self.nodes and self._as_in(node, self.nodes[LAST, key], LAST)
+        return all(self._as_in(node, self.nodes[one, key], one) for one in (FIRST, LAST) if (one, key) in self.nodes)
 
     def _as_in(self, node: fx.Node, other: fx.Node, period: int) -> bool:
         """Whether a node of the middle period is the one of another, but where that reads beyond the first or last."""
@@ -149,7 +154,7 @@ class _Periods:
                 continue
             where, key = self.place[mine]
             there = where + period - MIDDLE
-            if 0 <= there < PERIODS and theirs is not self.nodes[there, key]:
+            if 0 <= there < PERIODS and theirs is not self.nodes.get((there, key)):
                 return False
         return True
 
