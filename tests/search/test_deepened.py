@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from torch import fx
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.group import group_cost
+from fxpar.ir.fqn import block_of
+from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.node_meta import fqn_of, is_backward
 from fxpar.lowering import lower
 from fxpar.memory import predict_memory
 from fxpar.search.deepened import deepened, is_same_graph, repeating
@@ -24,8 +28,22 @@ def test_what_is_copied_is_what_is_captured():
         assert not is_same_graph(found, graphs[3])
     six = deepened(graphs[3], 6)
     assert is_same_graph(deepened(six, 4, period=2), graphs[4])
+    ends = [_last_of_the_first_layer(one) for one in graphs.values()]
+    names = [node.meta["fqn"] for node in ends]
+    try:
+        for node in ends:  # as a cast in front of the embedding's backward is called
+            node.meta["fqn"] = "embedding"
+        assert all(is_same_graph(deepened(graphs[3], layers), graphs[layers]) for layers in (2, 4))
+    finally:
+        for node, name in zip(ends, names, strict=True):
+            node.meta["fqn"] = name
     params = [info.fqn.replace(".", "_") for info in six.params()]
     assert [node.name for node in six.placeholders[: len(params)]] == params
+
+
+def _last_of_the_first_layer(graph: LogicalGraph) -> fx.Node:
+    named = [node for node in graph.gm.graph.nodes if is_backward(node)]
+    return [node for node in named if block_of(fqn_of(node)) == "layers.0"][-1]
 
 
 def test_what_does_not_repeat_is_captured():
