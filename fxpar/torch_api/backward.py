@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +14,14 @@ from torch.fx.experimental import proxy_tensor
 class Links:
     """What the gradient of a tensor passes through. Calls have numbers that grow from the first to the last one."""
 
-    calls: tuple[tuple[int, int, int], ...]
-    """Of each operand of a call: the number of the call, that of the call that made the operand, and which of its
-    results it is.
+    names: Mapping[int, str]
+    """Of each call, what autograd calls its backward."""
+    calls: tuple[tuple[int, int, int, int], ...]
+    """Of each operand of a call: the number of the call, the place of the operand, the number of the call that made the
+    operand, and which of its results it is.
     """
-    leaves: tuple[tuple[int, Tensor], ...]
-    """Of each operand that no call has made: the number of the call, and the operand."""
+    leaves: tuple[tuple[int, int, Tensor], ...]
+    """Of each operand that no call has made: the number of the call, the place of the operand, and the operand."""
 
 
 def links_behind(value: Tensor) -> Links:
@@ -27,21 +29,23 @@ def links_behind(value: Tensor) -> Links:
     first = value.grad_fn
     assert first is not None
     todo, seen = [first], {first}
-    calls, leaves = [], []
+    names, calls, leaves = {}, [], []
     while todo:
         call = todo.pop()
-        for before, result in call.next_functions:
+        number = call._sequence_nr()
+        names[number] = call.name()
+        for place, (before, result) in enumerate(call.next_functions):
             if before is None:
                 continue
             leaf = getattr(before, "variable", None)  # of autograd's AccumulateGrad
             if isinstance(leaf, Tensor):
-                leaves.append((call._sequence_nr(), leaf))
+                leaves.append((number, place, leaf))
                 continue
-            calls.append((call._sequence_nr(), before._sequence_nr(), result))
+            calls.append((number, place, before._sequence_nr(), result))
             if before not in seen:
                 seen.add(before)
                 todo.append(before)
-    return Links(tuple(calls), tuple(leaves))
+    return Links(names, tuple(calls), tuple(leaves))
 
 
 def made_by(value: Tensor) -> tuple[int, int] | None:

@@ -184,6 +184,11 @@ def sequence_number() -> int:
     return torch.autograd._get_sequence_nr() - 1
 
 
+def has_hooks_on_saved() -> bool:
+    """Whether what autograd saves now passes through `torch.autograd.graph.saved_tensors_hooks`."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def backward_sequence_number() -> int | None:
     """Sequence number of the autograd node that the engine is running; None outside of a backward."""
     node = torch._C._current_autograd_node()

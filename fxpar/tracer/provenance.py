@@ -136,11 +136,13 @@ class Provenance:
     model: nn.Module
     stack: list[ModuleFrame] = field(default_factory=lambda: [ModuleFrame("", 0)])
     recomputing: int = 0
-    recomputes: bool = False  # some of the model runs again in the backward
+    recomputes: bool = False  # some of the model, or its hooks on saved tensors, runs in the backward
     ends: list[Tensor] = field(default_factory=list)
     """The results of modules that stand in a list of modules, as layers do, where each is one tensor with a gradient
     (beside others without one).
     """
+    newest: dict[fx.Node, int] = field(default_factory=dict)
+    """Of each call of the forward: the number of autograd's newest node when it ran."""
 
     def __post_init__(self) -> None:
         modules = list(self.model.named_modules())
@@ -184,8 +186,10 @@ class Provenance:
         if sequence is None or self.recomputing:
             meta["fqn"], meta["source"] = self.fqn, user_line()
             if sequence is None:
+                self.newest[node] = tracing.sequence_number()
                 # Ops that need no gradient get no number of their own, so the first one keeps it.
-                self._forward.setdefault(tracing.sequence_number(), (meta["fqn"], meta["source"]))
+                self._forward.setdefault(self.newest[node], (meta["fqn"], meta["source"]))
+                self.recomputes = self.recomputes or tracing.has_hooks_on_saved()
         else:
             meta["fqn"], meta["source"] = self._forward.get(sequence, (None, None))
         meta["backward"] = sequence is not None

@@ -52,6 +52,7 @@ _RANDOM = {F.alpha_dropout, F.feature_alpha_dropout, F.rrelu, F.gumbel_softmax, 
 _COMPOSITE = {F.multi_head_attention_forward, torch.autograd.grad}
 # What a forward is told of the device that it will run on; of `x.device` see `tracing.told_to_be_on`.
 _IS: dict[Any, str] = {getattr(Tensor, f"is_{kind}").__get__: kind for kind in ("cpu", "cuda", "xpu", "mps")}
+_GRAD_FN = Tensor.grad_fn.__get__
 
 
 class Redirect(TorchFunctionMode):
@@ -91,7 +92,7 @@ class Redirect(TorchFunctionMode):
             self._check_free(
                 "the number of turns of a loop over a tensor", args[0], dim, "compute on all of it at once"
             )
-        if func is Tensor.register_hook:
+        if func is Tensor.register_hook or (func == _GRAD_FN and user_line()):  # which takes hooks too
             self.context.gradient_hooks.append(user_line() or "an unknown line")
         if func is Tensor.cuda:
             self._check_device("cuda")

@@ -1,9 +1,9 @@
 """The backward of blocks that repeat is traced for the last of them, and copied for those before.
 
 All of the forward is traced, so whatever code a block runs is seen. Its backward is made by autograd alone, from the
-calls of the forward: where these are the same, call for call, so is the backward. A block that is copied is one whose
-gradients pass through a single tensor in front and a single one behind, which has the same forward as two blocks
-whose backwards were both traced, and came out the same.
+calls of the forward that it has recorded: where these are the same, call for call, so is the backward. A block that is
+copied is one whose gradients pass through a single tensor in front and a single one behind, which has the same forward
+and the same records as two blocks whose backwards were both traced, and came out the same.
 """
 
 from __future__ import annotations
@@ -43,6 +43,20 @@ class Likeness:
     names: dict[Any, Any]
 
 
+@dataclass(frozen=True)
+class Records:
+    """What autograd has recorded of a block: the same calls have other gradients where some run under `no_grad`.
+
+    Numbers are counted from the block's first. `newest`: at each call of the forward, that of the newest record; None
+    for a call that a backward inside the forward has made.
+    """
+
+    newest: list[int | None]
+    names: dict[int, str]
+    operands: set[tuple[int, int, int, int]]
+    leaves: dict[tuple[int, int], fx.Node]
+
+
 @dataclass
 class Block:
     """The calls between two borders, their parameters, and the backward once it is traced."""
@@ -50,17 +64,20 @@ class Block:
     start: Border
     end: Border
     forward: list[fx.Node]
+    records: Records
     wanted: dict[fx.Node, Tensor]
     given: fx.Node | None = None  # the gradient of its end
     backward: list[fx.Node] = field(default_factory=list)
     results: dict[fx.Node, Tensor | None] = field(default_factory=dict)  # gradients, by what they are of
 
 
-def gradients(loss: Tensor, wanted: Sequence[Tensor], ends: Sequence[Tensor]) -> list[Tensor | None]:
+def gradients(
+    loss: Tensor, wanted: Sequence[Tensor], ends: Sequence[Tensor], newest: Mapping[fx.Node, int]
+) -> list[Tensor | None]:
     """`torch.autograd.grad(loss, wanted, allow_unused=True)` inside a trace. `ends`: results of blocks that may repeat,
-    in any order.
+    in any order. `newest`: of each call of the forward, the number of autograd's newest record.
     """
-    plan = _Plan.of(loss, wanted, ends)
+    plan = _Plan.of(loss, wanted, ends, newest)
     if plan is None:
         return list(torch.autograd.grad(loss, wanted, allow_unused=True))
     return plan.run()
@@ -79,7 +96,9 @@ class _Plan:
     found: dict[fx.Node, Tensor | None] = field(default_factory=dict)
 
     @staticmethod
-    def of(loss: Tensor, wanted: Sequence[Tensor], ends: Sequence[Tensor]) -> _Plan | None:
+    def of(
+        loss: Tensor, wanted: Sequence[Tensor], ends: Sequence[Tensor], newest: Mapping[fx.Node, int]
+    ) -> _Plan | None:
         """None where too few blocks repeat."""
         if len(ends) < FEWEST or loss.grad_fn is None:
             return None
@@ -90,7 +109,7 @@ class _Plan:
         numbers = [border.number for border in borders]
         parts: list[dict[fx.Node, Tensor]] = [{} for _ in range(len(borders) + 1)]
         asked = {id(value) for value in wanted}
-        for number, leaf in links.leaves:
+        for number, _, leaf in links.leaves:
             if id(leaf) in asked:
                 node = node_of(leaf)
                 assert node is not None
@@ -103,7 +122,8 @@ class _Plan:
         blocks = []
         for i in range(1, len(borders)):
             forward = [n for n in nodes[places[i - 1] + 1 : places[i] + 1] if not _is_size(n)]
-            blocks.append(Block(borders[i - 1], borders[i], forward, parts[i]))
+            records = _records(links, borders[i - 1].number, borders[i].number, [newest.get(n) for n in forward])
+            blocks.append(Block(borders[i - 1], borders[i], forward, records, parts[i]))
         kinds = _kinds(blocks)
         if max(map(kinds.count, kinds)) < FEWEST:
             return None
@@ -116,7 +136,7 @@ class _Plan:
         proved: dict[int, Block] = {}
         for block, kind in zip(reversed(self.blocks), reversed(self.kinds), strict=True):
             pattern = proved.get(kind)
-            if pattern is not None:
+            if pattern is not None and _like(gradient, pattern.given):
                 gradient = self._copied(block, pattern, gradient)
                 continue
             gradient = self._traced(block, gradient)
@@ -171,6 +191,16 @@ class _Plan:
         return before
 
 
+def _records(links: Links, start: int, end: int, newest: Sequence[int | None]) -> Records:
+    leaves = {(n - start, place): node_of(leaf) for n, place, leaf in links.leaves if start < n <= end}
+    return Records(
+        [None if n is None else n - start for n in newest],
+        {n - start: name for n, name in links.names.items() if start < n <= end},
+        {(n - start, place, made - start, result) for n, place, made, result in links.calls if start < n <= end},
+        {where: node for where, node in leaves.items() if node is not None},
+    )
+
+
 def _borders(links: Links, ends: Sequence[Tensor]) -> list[Border]:
     """Those of `ends` that are borders, in the order in which they were made."""
     borders: dict[int, Border] = {}
@@ -179,14 +209,14 @@ def _borders(links: Links, ends: Sequence[Tensor]) -> list[Border]:
         if made is not None and node is not None and value.requires_grad:
             borders[made[0]] = Border(value, node, *made)
     numbers = sorted(borders)
-    reached = {operand for _, operand, _ in links.calls}
+    reached = {operand for _, _, operand, _ in links.calls}
     crossed = {number for number in numbers if number not in reached}
-    for call, operand, result in links.calls:
+    for call, _, operand, result in links.calls:
         for number in numbers[bisect_left(numbers, operand) : bisect_left(numbers, call)]:
             if number != operand or borders[number].result != result:
                 crossed.add(number)
     users: dict[int, list[int]] = {}
-    for call, leaf in links.leaves:
+    for call, _, leaf in links.leaves:
         users.setdefault(id(leaf), []).append(call)
     for calls in users.values():
         crossed.update(numbers[bisect_left(numbers, min(calls)) : bisect_left(numbers, max(calls))])
@@ -214,6 +244,15 @@ def _likeness(pattern: Block, block: Block) -> Likeness | None:
         return None
     nodes = comparison.nodes
     if nodes.get(pattern.end.node) is not block.end.node or {nodes.get(p) for p in pattern.wanted} != {*block.wanted}:
+        return None
+    mine, theirs = pattern.records, block.records
+    if None in mine.newest or (mine.newest, mine.names, mine.operands) != (
+        theirs.newest,
+        theirs.names,
+        theirs.operands,
+    ):
+        return None
+    if {where: nodes.get(leaf) for where, leaf in mine.leaves.items()} != theirs.leaves:
         return None
     return Likeness(nodes, comparison.names)
 
@@ -280,7 +319,7 @@ class _Comparison:
             return len(one) == len(other) and all(map(self._same, one, other))
         if isinstance(one, Mapping):
             return one.keys() == other.keys() and all(self._same(one[key], other[key]) for key in one)
-        return bool(one == other)
+        return repr(one) == repr(other) if isinstance(one, float | complex) else bool(one == other)  # 0.0 and -0.0
 
     def _same_operand(self, one: fx.Node, other: fx.Node) -> bool:
         if _is_size(one):
@@ -308,6 +347,12 @@ def _size(node: fx.Node) -> Any:
 def _expression(size: Any) -> Any:
     """Of a size, for a comparison that adds no guard."""
     return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
+
+
+def _like(gradient: Tensor, given: fx.Node | None) -> bool:
+    """Whether it lies in memory as the one that `given` makes: autograd asks for that."""
+    node = node_of(gradient)
+    return node is not None and given is not None and _same_value(node.meta, given.meta)
 
 
 def _same_value(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -360,7 +360,7 @@ class TracedStep(Traced):
         if not trained:
             raise LossError("a loss, but the model has no parameter that requires a gradient")
         with torch.autocast("cpu", enabled=False):
-            grads = gradients(loss, [v for _, v in trained], self._ends(context))
+            grads = gradients(loss, [v for _, v in trained], self._ends(context), self.provenance.newest)
         if all(grad is None for grad in grads):
             raise LossError("a tensor that does not depend on any trainable parameter")
         self.unused = tuple(i.fqn for (i, _), grad in zip(trained, grads, strict=True) if grad is None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -102,6 +104,61 @@ class Hooked(Blocks):
         return self.last(h)
 
 
+class NoGrad(Blocks):
+    """The same calls in all blocks; in one of them another one of two has no gradient."""
+
+    def forward(self, x):
+        h = self.first(x)
+        for i, layer in enumerate(self.layers):
+            h = layer(h, _half_without_gradient(h, i == 2))
+        return self.last(h)
+
+
+def _half_without_gradient(h, first):
+    with torch.set_grad_enabled(first):
+        one = h.sin()
+    with torch.set_grad_enabled(not first):
+        return one * h.sin()
+
+
+class NoGradInPlace(Blocks):
+    """Two writes in place, of which autograd sees one: in one block the other one."""
+
+    def forward(self, x):
+        h = self.first(x)
+        for i, layer in enumerate(self.layers):
+            mask = h * 1
+            for factor in (3, 5):
+                with torch.set_grad_enabled((factor == 3) == (i == 2)):
+                    mask.mul_(factor)
+            h = layer(h, mask)
+        return self.last(h)
+
+
+class HookedNode(Blocks):
+    """A hook not on a tensor but on the node that made it."""
+
+    def forward(self, x):
+        h = self.first(x)
+        for i, layer in enumerate(self.layers):
+            h = layer(h)
+            if i == 2:
+                h.grad_fn.register_prehook(lambda gradients: (gradients[0] * 2,))
+        return self.last(h)
+
+
+class HookedSaved(Blocks):
+    """One block saves for its backward what the model says."""
+
+    def forward(self, x):
+        h = self.first(x)
+        for i, layer in enumerate(self.layers):
+            pack = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * 2 if i == 2 else t)
+            with pack if i == 2 else contextlib.nullcontext():
+                h = layer(h)
+        return self.last(h)
+
+
 class InPlace(Blocks):
     def forward(self, x):
         h = self.first(x)
@@ -142,6 +199,11 @@ CASES = {
     "same": (Same, 0),
     "recomputes": (Recomputes, 0),
     "hooked": (Hooked, 0),
+    "hooked node": (HookedNode, 0),
+    "hooked saved": (HookedSaved, 0),
+    "no grad": (NoGrad, 2),
+    "no grad in place": (NoGradInPlace, 2),
+    "negative zero": (lambda: Blocks(*[Block(-0.0 if i == 2 else 0.0) for i in range(6)]), 2),
     "inside": (Inside, 0),
     "later": (Later, 0),
 }
