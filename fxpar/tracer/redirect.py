@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +52,7 @@ _RANDOM = {F.alpha_dropout, F.feature_alpha_dropout, F.rrelu, F.gumbel_softmax, 
 _COMPOSITE = {F.multi_head_attention_forward, torch.autograd.grad}
 # What a forward is told of the device that it will run on; of `x.device` see `tracing.told_to_be_on`.
 _IS: dict[Any, str] = {getattr(Tensor, f"is_{kind}").__get__: kind for kind in ("cpu", "cuda", "xpu", "mps")}
-_GRAD_FN = Tensor.grad_fn.__get__
+_GRAD_FN = cast("Any", Tensor).grad_fn.__get__
 
 
 class Redirect(TorchFunctionMode):
