@@ -29,8 +29,8 @@ ALIASES = {"tokens": "input_ids", "targets": "labels", "target": "labels", "posi
 _MARKERS = {"position_ids", "document_ids", "document_positions"}
 _MORE_THAN_CHANCE = 16  # labels
 _WITHOUT_TOKENS = (
-    "train_step and evaluate take sequences of token ids; a model without tokens is trained by plain calls: model(x), "
-    "then backward() on its loss"
+    "train_step and evaluate take sequences of token ids; a model without tokens is a task, "
+    "fxpar.parallelize(tasks=...), or trained by plain calls: model(x), then backward() on its loss"
 )
 
 

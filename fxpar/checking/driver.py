@@ -26,7 +26,7 @@ from fxpar.errors import FxparError, LossyProgramError, NothingToCheckError
 from fxpar.flow import with_packing
 from fxpar.ir.copies import copy_graph
 from fxpar.ir.exec_graph import compile_graph, make_tensors_on
-from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.graph import TOKENS, LogicalGraph
 from fxpar.ir.node_meta import tensor_metas
 from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
@@ -219,7 +219,7 @@ class _Setting:
 
 
 def _has_tokens(logical: LogicalGraph) -> bool:
-    return any(dim.name == "T" for dim in logical.dims)
+    return any(dim.name == TOKENS for dim in logical.dims)
 
 
 def _takes_rows(program: TrainGraph) -> bool:
@@ -288,8 +288,17 @@ def _check_one(setting: _Setting, strategy: Strategy | TrainGraph, limit: float,
         run_wall_s=round(time.perf_counter() - begun, 3),
         error=error,
         documents="" if not _has_tokens(setting.rows) else "in rows" if in_rows else "alone",
-        notes=[*program.notes, *([f"each document runs alone, since {setting.unpacked}"] if setting.unpacked else [])],
+        notes=[*program.notes, *_notes_of_rows(program, setting, error)],
     )
+
+
+def _notes_of_rows(program: TrainGraph, setting: _Setting, error: str) -> list[str]:
+    """That each sequence is alone, and which lengths a run takes, unless an error already says so."""
+    alone = [f"each document runs alone, since {setting.unpacked}"] if setting.unpacked else []
+    multiple = program.divisors.get(TOKENS, 1)
+    if program.padding_hazard is None or multiple == 1 or error:
+        return alone
+    return [*alone, f"only lengths that are multiples of {multiple} run, since {program.padding_hazard}"]
 
 
 def _with_hazard(program: TrainGraph, hazard: str | None) -> TrainGraph:

@@ -40,7 +40,7 @@ def graph_after(
 
     Raises UnknownPassError and what `lower` raises.
     """
-    return next(islice(graphs_after(logical, strategy, step_name(name), storage=storage), stage, None))
+    return next(islice(graphs_after(logical, strategy, step_name(name), default_passes(storage)), stage, None))
 
 
 def steps_of(passes: tuple[str, str] | None, before: str | None, after: str | None) -> tuple[str, str]:

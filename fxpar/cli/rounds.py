@@ -142,13 +142,18 @@ def _show(request: RoundsRequest, document: dict[str, Any]) -> None:
     ]
     print_table(console, titles, rows, right=(0, 1, 3, 4, 5, 6, 7, 8))
     total, bound, free = (document[f"{key}_s"] for key in ("total", "lower_bound", "any_cut_lower_bound"))
-    bounds = f"no teams for these rounds take less than {bound:.2f} s (gap {total / bound - 1:.1%})"
-    console.print(f"total: {total:.2f} s; {bounds}, and no rounds less than {free:.2f} s", markup=False)
+    bounds = f"no teams for these rounds take less than {_total(bound)} (gap {total / bound - 1:.1%})"
+    console.print(f"total: {_total(total)}; {bounds}, and no rounds less than {_total(free)}", markup=False)
     static, alike = document["static_s"], document["best_homogeneous_s"]
-    versus = f"the largest degree everywhere {static:.2f} s ({static / total:.2f} times), the best one degree per batch"
-    console.print(f"{versus} {alike:.2f} s ({alike / total:.2f} times)", markup=False)
+    versus = f"the largest degree everywhere {_total(static)} ({static / total:.2f} times), the best one degree"
+    console.print(f"{versus} per batch {_total(alike)} ({alike / total:.2f} times)", markup=False)
     if dropped := sum(one["dropped"] for one in batches):
         console.print(f"left out: {dropped} longer than {request.max_length:,} tokens", markup=False)
+
+
+def _total(seconds: float) -> str:
+    """Of batches: totals that are near each other are told apart."""
+    return f"{seconds:.2f} s" if seconds >= 1 else human_seconds(seconds)
 
 
 def _ms(value: float) -> str:

@@ -19,12 +19,13 @@ from fxpar.ir.strategy import Strategy
 from fxpar.models.depth import layer_option
 from fxpar.models.options import parse_assignments
 from fxpar.search.chosen import Rows, lowering
+from fxpar.search.deepened import repeating
 from fxpar.search.price import Depth
 from fxpar.search.pricing import PricedSet
 
 
 class Shallow:
-    """A model with any number of layers, captured once for each; lowered for a store, or only its parameters placed.
+    """A model with any number of layers, captured with few; lowered for a store, or only its parameters placed.
 
     `captured` is what captures warn of, each once.
     """
@@ -36,7 +37,7 @@ class Shallow:
         self._lowered: dict[str, tuple[str, ...]] = {}
 
         @functools.cache
-        def rows(layers: int) -> LogicalGraph:
+        def captured(layers: int) -> LogicalGraph:
             read = source
             if option is not None and layers != option.layers:
                 read = replace(source, options=(*source.options, f"{option.name}={layers}"))
@@ -44,8 +45,8 @@ class Shallow:
             self.captured += [text for text in texts if text not in self.captured]
             return graph
 
-        self.rows: Rows = rows
-        self._lower, self.outlines = lowering(rows)
+        self.rows: Rows = repeating(captured, self.depth)
+        self._lower, self.outlines = lowering(self.rows)
 
     def lower(self, strategy: Strategy, layers: int) -> TrainGraph:
         """Raises as `fxpar.lower` does."""

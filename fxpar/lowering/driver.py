@@ -149,22 +149,19 @@ def graphs_after(
     logical: LogicalGraph,
     strategy: Strategy,
     last: str,
+    ladder: list[GraphPass],
     *,
-    storage: torch.dtype | None = None,
-    for_store: bool = False,
-    passes: list[GraphPass] | None = None,
     on_pass: OnPass | None = None,
     verified: bool = True,
 ) -> Iterator[AnnotatedGraph]:
-    """The graph behind the pass of `default_passes` that is called `last`, of stages and teams that of each in turn.
+    """The graph behind the pass of `ladder` that is called `last`, of stages and teams that of each in turn.
 
-    Arguments and errors are those of `lower`.
+    Arguments and errors are those of `lower`, whose `passes` are the ladder.
     """
-    ladder = default_passes(storage, for_store=for_store) if passes is None else passes
     if strategy.teams:
         for number in range(len(strategy.teams)):
             team = lowered_for(strategy, number)
-            yield from graphs_after(logical, team, last, passes=ladder, on_pass=on_pass, verified=verified)
+            yield from graphs_after(logical, team, last, ladder, on_pass=on_pass, verified=verified)
         return
     check_strategy(logical, strategy)
     if strategy.pipeline_size == 1:
@@ -181,7 +178,8 @@ def outline(
     a fraction of its time: the ladder is climbed as far as they are placed. Arguments and errors are those of `lower`.
     """
     strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
-    graphs = graphs_after(logical, strategy, PLACED, for_store=True, passes=passes, verified=verified)
+    ladder = default_passes(for_store=True) if passes is None else passes
+    graphs = graphs_after(logical, strategy, PLACED, ladder, verified=verified)
     parts = tuple(Outline(**common_fields(graph)) for graph in graphs)
     if len(parts) == 1:
         return parts[0]

@@ -25,8 +25,8 @@ from fxpar.runtime.notices import warn_of_carried, warn_of_limits
 from fxpar.runtime.options import ParallelizeOptions, cluster_here
 from fxpar.runtime.reading import Reading, is_row_of_tokens, reading_of
 from fxpar.runtime.task import CompiledModel, Task, check_ranks
-from fxpar.store import check_order
 from fxpar.store.folder import Given
+from fxpar.switch.order import check_order
 from fxpar.tracer.signature import model_device
 
 

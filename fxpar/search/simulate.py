@@ -105,13 +105,18 @@ def _checked(named: Sequence[Named], longest: int) -> list[Named]:
         return list(named)
     if len(limits) < len(named) - 1:
         why = "give each strategy a limit, or none of them; the one for the longest sequences may go without"
-        raise PlanOptionError("--set", ",".join(str(one.strategy) for one in named), why)
+        raise PlanOptionError("--set", _written(named), why)
     if len(set(limits)) < len(limits):
-        raise PlanOptionError("--set", limits, "two strategies have the same limit; give each its own")
+        raise PlanOptionError("--set", _written(named), "two strategies have the same limit; give each its own")
     if len(limits) == len(named) and max(limits) < longest:
         why = f"sequences have up to {longest} tokens; raise the largest limit to that, or leave it out"
-        raise PlanOptionError("--set", max(limits), why)
+        raise PlanOptionError("--set", _written(named), why)
     return sorted(named, key=lambda one: one.limit or max(longest, *limits) + 1)
+
+
+def _written(named: Sequence[Named]) -> str:
+    """As a user writes them: `dp4:512,cp4:4096`."""
+    return ",".join(str(one.strategy) + (f":{one.limit}" if one.limit else "") for one in named)
 
 
 def _with_best_limits(found: Sequence[Priced], longest: int, pricer: SetPricer, tries: int) -> PricedSet | None:

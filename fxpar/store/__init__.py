@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from fxpar.store.home import ParamSpec, home_layout, param_specs, specs_of, wire_layout
 from fxpar.store.memory import MemoryReport, choose_resident, memory_report
-from fxpar.store.schedule import SwitchSchedule, check_order
+from fxpar.store.schedule import SwitchSchedule
 
 __all__ = [
     "MemoryReport",
     "ParamSpec",
     "SwitchSchedule",
-    "check_order",
     "choose_resident",
     "home_layout",
     "memory_report",

@@ -11,10 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import OrderError, nearest
 from fxpar.switch import AnySwitchPlan, ParamLayout, plan_large_switch
-
-EXHAUSTIVE = 6  # graphs; 720 orders
+from fxpar.switch.order import EXHAUSTIVE
 
 
 @dataclass
@@ -74,13 +72,3 @@ class SwitchSchedule:
             done.append(min(left, key=lambda name: self.plan(name, done).predicted_s))
             left.remove(done[-1])
         return tuple(done)
-
-
-def check_order(order: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
-    """The user's order of graphs. Raises OrderError unless it names each strategy once."""
-    for name in order:
-        if name not in names:
-            raise OrderError(f"{name!r} is none of the strategies{nearest(name, names)}")
-    if sorted(order) != sorted(names):
-        raise OrderError(f"each strategy must appear once: {', '.join(names)}; there is {', '.join(order)}")
-    return tuple(order)

@@ -129,12 +129,7 @@ class OrderSearch:
 
     def evaluate(self, order: Sequence[str]) -> OrderPlan:
         """The costs of a given order, with the best choice of what is kept. Raises OrderError."""
-        for name in order:
-            if name not in self._by_name:
-                raise OrderError(f"{name!r} is none of the strategies{nearest(name, self._by_name)}")
-        if sorted(order) != sorted(self._by_name):
-            raise OrderError(f"each strategy must appear once: {', '.join(self._by_name)}; there is {', '.join(order)}")
-        return self._evaluate(tuple(order))
+        return self._evaluate(check_order(order, list(self._by_name)))
 
     def best(self, first: str | None = None) -> OrderPlan:
         """The best order, all of them tried up to 6 graphs, above that by local search; `first` fixes the first."""
@@ -251,3 +246,13 @@ def _moves(order: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     for source, target in itertools.permutations(range(1, len(order)), 2):
         left = [*order[:source], *order[source + 1 :]]
         yield (*left[:target], order[source], *left[target:])
+
+
+def check_order(order: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """The user's order of graphs. Raises OrderError unless it names each strategy once."""
+    for name in order:
+        if name not in names:
+            raise OrderError(f"{name!r} is none of the strategies{nearest(name, names)}")
+    if sorted(order) != sorted(names):
+        raise OrderError(f"each strategy must appear once: {', '.join(names)}; there is {', '.join(order)}")
+    return tuple(order)

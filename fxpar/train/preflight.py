@@ -29,7 +29,7 @@ from fxpar.errors import (
 )
 from fxpar.ir.teams import formations
 from fxpar.store.folder import Given
-from fxpar.store.schedule import check_order
+from fxpar.switch.order import check_order
 from fxpar.train.config import TrainConfig, described_cluster
 from fxpar.train.model import VOCAB_MULTIPLE, shapes_for, shapes_of, weights_in
 from fxpar.train.optimize import CLASSES

@@ -32,9 +32,9 @@ def loss(model, batch):
     return losses.cross_entropy_sum(logits, batch["labels"]) + 0.1 * logits.logsumexp(-1).square().sum()
 
 
-def make():
-    ids = torch.arange(13)[None] % 31
-    documents = torch.tensor([[1] * 6 + [2] * 7])
+def make(second: int = 7):
+    ids = torch.arange(6 + second)[None] % 31
+    documents = torch.tensor([[1] * 6 + [2] * second])
     row = {"input_ids": ids, "labels": losses.next_token_labels(ids, document_ids=documents), "document_ids": documents}
     example = {key: row[key] for key in ("input_ids", "labels")}
     return {"model": Mixing(), "loss_fn": loss, "example_batch": example, "batches": [row]}
@@ -49,11 +49,12 @@ def model(tmp_path_factory):
 
 
 def test_documents_run_alone(model):
-    status, out, err = fxpar("check", model, "-s", "dp2", "--dtype", "float64")
+    status, out, err = fxpar("check", model, "-s", "dp2,cp2", "--set", "second=6", "--dtype", "float64")
     assert status == 0, out + err
     assert "\neach document runs alone\nstrategy" in out
     assert "note (dp2): each document runs alone, since aten." in out
     assert "mixing.py:19 mixes tokens" in out
+    assert "note (cp2): only lengths that are multiples of 2 run, since aten." in out
 
 
 def test_forced_packing_is_a_miss(model):

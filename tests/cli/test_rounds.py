@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from fxpar.cli.options import GraphSource
-from fxpar.cli.rounds import run_rounds
+from fxpar.cli.rounds import _total, run_rounds
 from fxpar.cli.rounds_commands import RoundsRequest
 from fxpar.cli.shallow import Shallow
 from fxpar.cost.cluster import ClusterSpec
@@ -97,6 +97,10 @@ def test_a_model_on_a_cluster(tmp_path):
         assert predict_memory(program, {"T": sum(group["lengths"])}, cluster=cluster).peak_bytes <= 3e6
     long = predict_memory(model.lower(Strategy.parse("dp2+zero3"), 1), {"T": 700}, cluster=cluster)
     assert long.peak_bytes > 3e6
+
+
+def test_totals_that_are_short_are_no_0():
+    assert [_total(16.428), _total(16.404), _total(0.00118)] == ["16.43 s", "16.40 s", "1.18 ms"]
 
 
 def test_only_json_on_stdout(lengths, capsys):

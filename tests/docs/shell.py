@@ -17,6 +17,7 @@ from pathlib import Path
 from torch.distributed.run import get_args_parser
 
 from fxpar.cli.request import parse_strategies
+from fxpar.ir.module_rules import split_outside
 
 ROOT = Path(__file__).resolve().parents[2]
 _ASSIGNED = re.compile(r"^[A-Za-z_]\w*=")
@@ -194,7 +195,10 @@ def check_fxpar(words: Sequence[str], folder: Path) -> None:
             raise CommandError(f"fxpar {words[0]} has no option {option!r}")
     for option, value in itertools.pairwise(words):
         if option in STRATEGY_OPTIONS:
-            parse_strategies(value.split(","), (), None)
+            texts = split_outside(value, ",")
+            if words[0] == "simulate":  # STRATEGY:LIMIT
+                texts = [split_outside(text, ":")[0] for text in texts]
+            parse_strategies(texts, (), None)
 
 
 def _nothing(_words: list[str], _folder: Path) -> None:

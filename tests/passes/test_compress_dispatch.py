@@ -260,7 +260,9 @@ def test_the_budget_of_a_graph_is_that_of_the_op(rows: int, rate: float) -> None
 
 
 def test_a_second_time_is_refused() -> None:
-    (graph,) = graphs_after(captured()[1].graph, Strategy.parse(f"dp1+lsh({RATE})"), CompressDispatch.name)
+    (graph,) = graphs_after(
+        captured()[1].graph, Strategy.parse(f"dp1+lsh({RATE})"), CompressDispatch.name, default_passes()
+    )
     with pytest.raises(VerifyError, match="compress_dispatch has run"):
         verify_needs(graph, CompressDispatch.name)
 

@@ -27,7 +27,7 @@ from fxpar.search.chosen import lowering
 from fxpar.search.driver import _Search, find_plan, find_plan_of
 from fxpar.search.known import KnownModel
 from fxpar.search.lengths import mini_batches, read_lengths
-from fxpar.search.price import Candidate, Depth, candidate
+from fxpar.search.price import Candidate, Depth, Memory, candidate
 from fxpar.search.pricing import SetPricer
 from fxpar.search.problem import Found, Problem
 from fxpar.search.space import shapes, with_savings
@@ -84,7 +84,9 @@ def test_no_set_is_better_than_the_one_that_is_found():
     edges, best = search.intervals.edges, np.inf
     for names in itertools.product(search.candidates, repeat=2):
         for edge in edges[:-1]:
-            priced = search.pricer.price([(edge, names[0]), (edges[-1], names[1])])
+            chosen = [(edge, names[0]), (edges[-1], names[1])]
+            priced = search.pricer.price(chosen)
+            assert priced is None or search.pricer.at_best_s(chosen) <= priced.predicted_s
             best = min(best, priced.predicted_s if priced else np.inf)
     singles = [search.pricer.price([(edges[-1], one)]) for one in search.candidates]
     least = min(one.predicted_s for one in singles if one)
@@ -128,6 +130,28 @@ def test_savings_are_tried_for_larger_micro_batches_too():
     search.lower_all()
     assert None not in search.pricer.budgets(search.candidates[0], search.intervals.edges)
     assert len(search.candidates) > 1
+
+
+class Unknown(Candidate):
+    """Of which nobody knows what it needs."""
+
+    def predicted(self, tokens: int) -> Memory:
+        raise AssertionError(tokens)
+
+
+def test_what_a_set_takes_at_best_is_known_without_its_memory():
+    """It is what the set takes where nobody counts memory."""
+    given = problem(None)
+    search = _Search(given, known(given.cluster), lambda _: None)
+    search.lower_all()
+    edge, last = search.intervals.edges[0], search.intervals.edges[-1]
+    one, other = search.candidates[:2]
+    took = search.pricer.price([(edge, one), (last, other)])
+    blank = [Unknown(c.strategy, c.cluster, c.anchors, c.samples, c.steps, c.programs) for c in (one, other)]
+    limited = replace(search.pricer, memory_bytes=1)
+    assert limited.at_best_s([(edge, blank[0]), (last, blank[1])]) == took.predicted_s
+    said = replace(blank[1], strategy=replace(other.strategy, tokens=last - 1))  # holds no such sequence
+    assert limited.at_best_s([(edge, blank[0]), (last, said)]) == np.inf
 
 
 class Optimist(Candidate):
