@@ -63,8 +63,10 @@ class Depth:
 
     @property
     def most_stages(self) -> int:
-        """Of a pipeline: as many as layers, of a model that is too deep to be captured whole half as many."""
-        return self.layers if self.whole or self.layers <= DEEPEST else self.layers // (2 * self.period)
+        """Of a pipeline: as many as layers, of a model that is too deep to be captured whole half as many; one where no
+        two periods are in it.
+        """
+        return self.layers if self.whole or self.layers <= DEEPEST else max(1, self.layers // (2 * self.period))
 
     def beyond(self, samples: Sequence[int]) -> Fraction:
         """By how many steps from the first sample to the second the model is larger than the first."""
