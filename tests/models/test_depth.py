@@ -13,7 +13,7 @@ from fxpar.search.price import Depth
     [
         ("llama", {"layers": "7"}, 1),
         ("hf:llama", {}, 1),
-        ("hf:gemma3_text", {"_sliding_window_pattern": "3"}, 3),  # by `layer_types`
+        ("hf:gemma3_text", {}, 6),  # by `layer_types`
         ("hf:qwen3_moe", {"decoder_sparse_step": "2"}, 2),
         ("hf:deepseek_v3", {"first_k_dense_replace": "1"}, 1),  # the first layer may be of its own
         ("hf:deepseek_v3", {"first_k_dense_replace": "3"}, 6),  # two and three layers would have no experts
