@@ -204,7 +204,8 @@ class LossModule(nn.Module):
 
 def test_a_loss_module_that_keeps_something():
     loss = LossModule()
-    (said,) = said_of(Model(), loss)
+    scale, said = said_of(Model(), loss)
+    assert "`div` at" in scale
     assert "a LossModule, sets kept to a tensor []" in said
     assert loss.kept is None
 
