@@ -254,7 +254,7 @@ def loss(model, batch):
 
 
 def calls_of(model):
-    graph = capture(model, loss, X)
+    graph = capture(model, loss, X, tell_unused=False)
     keys = ("fqn", "source", "backward", "tensor")
     nodes = [(n.name, n.op, n.target, repr((n.args, n.kwargs)), *map(n.meta.get, keys)) for n in graph.gm.graph.nodes]
     return nodes, graph.outputs
