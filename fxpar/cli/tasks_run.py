@@ -79,7 +79,7 @@ def read_run_tasks(path: str, devices: int | None, devices_per_node: int) -> Run
     try:
         tables = read(Path(path).read_text(encoding="utf-8"), "TOML")
     except (OSError, ValueError) as error:
-        why = f"it cannot be read: {error}" if isinstance(error, OSError) else str(error)
+        why = f"it cannot be read: {error.strerror or error}" if isinstance(error, OSError) else str(error)
         raise TasksFileError(path, "", why, "Name a configuration with [task.NAME] sections") from None
     if "task" not in tables:
         raise TasksFileError(path, "task", "this run has one loss", "Plan it with fxpar plan, or add [task.NAME]")

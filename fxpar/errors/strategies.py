@@ -17,10 +17,10 @@ def _near_modules(glob: str, modules: Iterable[str]) -> str:
 
 
 class StrategySyntaxError(FxparError):
-    """A strategy string does not parse: `part` of it, "" for the whole."""
+    """A strategy string does not parse, at a `part` of it."""
 
     def __init__(self, text: str, part: str, why: str) -> None:
-        at = f" (at {part!r})" if part else ""
+        at = f" (at {part!r})" if text.strip() else ""
         super().__init__(
             f"strategy {text!r}: {why}{at}. A strategy is axes joined by '.', then flags joined by '+', "
             "for example 'dp2.tp4+sp+zero1'."

@@ -126,6 +126,11 @@ def each_rewritten(choice: Strategy | str, rewrite: Callable[[Strategy], Strateg
     return f"rounds({', '.join(word if word.isdecimal() else str(rewrite(Strategy.parse(word))) for word in words)})"
 
 
+def is_compressed(choices: Mapping[int, Strategy | str]) -> bool:
+    """Whether a strategy, or a rule of it, lets experts see means."""
+    return any(strategy.most("lsh") for choice in choices.values() for strategy in formations(choice))
+
+
 def is_rounds(text: str) -> bool:
     """Whether a text stands for several strategies, see `formations`."""
     return text.lstrip().startswith("rounds(")

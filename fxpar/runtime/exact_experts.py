@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from fxpar.errors import ExactExpertsError, nearest
 from fxpar.ir.module_rules import ModuleRule
 from fxpar.ir.strategy import Strategy
-from fxpar.ir.teams import each_rewritten, formations
+from fxpar.ir.teams import each_rewritten, formations, is_compressed
 from fxpar.runtime.report import StepReport
 
 STEPS = 5  # in a row beyond the limit: one odd mini-batch is none
@@ -120,11 +120,6 @@ class ExactExperts:
     @staticmethod
     def _all(choices: Choices) -> list[Strategy]:
         return [strategy for _, choice in sorted(choices.items()) for strategy in formations(choice)]
-
-
-def is_compressed(choices: Choices) -> bool:
-    """Whether a strategy, or a rule of it, lets experts see means."""
-    return any(strategy.most("lsh") for choice in choices.values() for strategy in formations(choice))
 
 
 def seeing_all_rows(strategy: Strategy, layers: Collection[str], known: Collection[str]) -> Strategy:

@@ -12,9 +12,8 @@ from typing import Any
 from fxpar.batching import length_groups
 from fxpar.errors import FxparError, nearest
 from fxpar.errors.base import one_line
-from fxpar.ir.teams import formations
+from fxpar.ir.teams import formations, is_compressed
 from fxpar.ir.written import LONGEST
-from fxpar.runtime.exact_experts import is_compressed
 from fxpar.train.schema import shown
 
 AUTO, STATIC = "auto", "static"

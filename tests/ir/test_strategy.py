@@ -234,7 +234,6 @@ def test_axes_of_degree_one_hold_no_data():
 
 # ---------------------------------------------------------------------------------------------------- mistakes
 SYNTAX = [
-    ("", "''", "an axis is a name and a degree"),
     ("tp", "'tp'", "an axis is a name and a degree"),
     ("2", "'2'", "an axis is a name and a degree"),
     ("tp2.", "''", "an axis is a name and a degree"),

@@ -80,13 +80,13 @@ class Told(BoundPipeline):
     def _wait(self, transfer: Any, group: _Group) -> None:
         self.seen.append(f"wait {transfer.micro_batch}")
 
-    def _receive(self, transfer: Any, plan: Any, group: _Group) -> None:
+    def _receive(self, transfer: Any, group: _Group) -> None:
         self.seen.append(f"receive {transfer.micro_batch}")
 
     def _act(self, action: Action, plan: Any, group: _Group) -> None:
         self.seen.append(str(action))
 
-    def _send(self, step: Any, plan: Any, group: _Group) -> None:
+    def _send(self, step: Any, group: _Group) -> None:
         self.seen.append("send")
 
 

@@ -42,6 +42,11 @@ def drawn(seed: int) -> StagesProblem:
     return StagesProblem(stages, layers, ranks, rng.randint(1, 6), rng.randint(50, 400), tuple(options))
 
 
+def nbytes(option: StageOption, place: int, counts: tuple[int, ...]) -> int:
+    """What the ends and the layers of each kind take on a stage."""
+    return option.ends_bytes[place] + sum(n * one for n, one in zip(counts, option.layer_bytes[place], strict=True))
+
+
 def every_pipeline(problem: StagesProblem):
     """Each with its seconds: every layer's kind, every option, every cut. Layers of a kind follow each other, and a
     border is added wherever two differ.
@@ -59,7 +64,7 @@ def every_pipeline(problem: StagesProblem):
             for kinds in itertools.product(*layers):
                 counts = [tuple(k.count(i) for i in range(o.kinds)) for o, k in zip(options, kinds, strict=True)]
                 mine = list(enumerate(zip(options, counts, strict=True)))
-                if all(one.nbytes(place, n) <= problem.room_bytes for place, (one, n) in mine):
+                if all(nbytes(one, place, n) <= problem.room_bytes for place, (one, n) in mine):
                     seconds = [
                         one.ends_s[place]
                         + sum(one.layer_s[place][kind] for kind in run)

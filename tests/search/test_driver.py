@@ -103,10 +103,10 @@ def test_savings_are_tried_where_they_could_help():
     search.lower_all()
     shape = Strategy.parse("cp2")
     search.seconds[0][:] = 0.0
-    assert not search._may_help(shape, 1)
+    assert not search._may_help(shape)
     assert search.pruned == 1
     search.seconds[0][:, :, -1] = search.seconds[1][:, :, -1] = np.inf
-    assert search._may_help(shape, 1)
+    assert search._may_help(shape)
     assert search.pruned == 1
 
 

@@ -119,10 +119,10 @@ def test_values_are_passed_along():
     """A U: what the outermost layers share goes over all boundaries, and so do its gradients."""
     model = odd("skips")
     staged = cut_stages(model.graph, 6)
-    assert [len(staged.activations(k)) for k in range(5)] == [2, 3, 4, 3, 2]
-    assert [len(staged.gradients(k)) for k in range(5)] == [2, 3, 4, 3, 2]
-    first = staged.activations(0)[0]
-    assert all(first in staged.activations(k) for k in range(5))
+    assert [len(staged.stages[k].sent) for k in range(5)] == [2, 3, 4, 3, 2]
+    assert [len(staged.stages[k].gradients_received) for k in range(5)] == [2, 3, 4, 3, 2]
+    first = staged.stages[0].sent[0]
+    assert all(first in staged.stages[k].sent for k in range(5))
     check(model, staged)
 
 
@@ -131,7 +131,7 @@ def test_encoder_and_decoder():
     model = odd("seq2seq")
     staged = cut_stages(model.graph, 3, cuts=["encoder.1", "decoder.2"])
     # What goes to the last layer, not what that puts together from the two.
-    assert [str(c.meta) for c in staged.activations(1)] == ["f64[2, T, 16]"] * 2
+    assert [str(c.meta) for c in staged.stages[1].sent] == ["f64[2, T, 16]"] * 2
     (table,) = staged.shared
     assert table.stages == (0, 1, 2)
     tables = model.tables(0)
@@ -144,7 +144,7 @@ def test_gradients_cross_where_they_are_smallest():
     """One number per row, although the layer behind the cut sends each of them eight times."""
     model = odd("means")
     staged = cut_stages(model.graph, 2, cuts=["layers.1"])
-    (value,), (gradient,) = staged.activations(0), staged.gradients(0)
+    (value,), (gradient,) = staged.stages[0].sent, staged.stages[0].gradients_received
     assert (str(value.meta), str(gradient.meta)) == ("f64[B, 8]", "f64[B, 1]")
     check(model, staged)
 
@@ -152,7 +152,7 @@ def test_gradients_cross_where_they_are_smallest():
 def test_a_cut_inside_a_layer():
     model = MODELS["llama"]()
     staged = cut_stages(model.graph, 3, cuts=["layers.1.ffn.down_proj", "layers.2.attention.o_proj"])
-    assert len(staged.activations(0)) == 2  # the residual stream and the activation
+    assert len(staged.stages[0].sent) == 2  # the residual stream and the activation
     assert "layers.1.ffn.up_proj.weight" in staged.params(0)
     assert "layers.1.ffn.down_proj.weight" in staged.params(1)
     check(model, staged)

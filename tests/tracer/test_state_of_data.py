@@ -95,7 +95,8 @@ class FirstLoss:
 
 
 def test_a_loss_over_its_first_value_is_state():
-    (said,) = said_of(Model(), FirstLoss())
+    scale, said = said_of(Model(), FirstLoss())
+    assert scale.startswith("the loss is ")
     assert "a FirstLoss, sets first to a tensor []" in said
 
 
