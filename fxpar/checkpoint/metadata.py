@@ -83,16 +83,11 @@ def read_metadata(path: Path, name: str = METADATA) -> Metadata:
 
 def check_plain_pickle(data: bytes, what: str) -> None:
     """Whether a pickle holds plain values only: no class, no function. Raises pickle.UnpicklingError."""
-    _PlainUnpickler(io.BytesIO(data), what).load()
 
+    def refused(module: str, name: str) -> None:
+        raise pickle.UnpicklingError(f"{what} names {module[:99]}.{name[:99]}, and may hold plain values only")
 
-class _PlainUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, what: str) -> None:
-        super().__init__(file)
-        self._what = what
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{self._what} names {module[:99]}.{name[:99]}, and may hold plain values only")
+    read_pickle(data, refused)
 
 
 def _find(module: str, name: str) -> Any:

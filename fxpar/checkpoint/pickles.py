@@ -1,14 +1,16 @@
-"""Pickles of torch.distributed.checkpoint (DCP), read by hand.
+"""Pickles of torch.distributed.checkpoint (DCP), and of plain values, read by hand.
 
 A pickle is a program. Python's own unpickler runs all of it, and what is looked at before and after cannot stop that:
 a hundred bytes make tuples that share their parts sixty levels deep, whose hash takes 2^60 steps, or a memo of 64 GB.
-Here stand only the opcodes that Python writes for DCP's metadata (protocols 4 and 5), and each takes a time bounded by
-its bytes: keys of tables are plain, a memo has as many entries as were made, and what is called is in a table.
+Here stand only the opcodes that Python writes for these (protocols 4 and 5), and each takes a time bounded by its
+bytes: keys of tables and parts of sets are plain, a memo has as many entries as were made, and what is called is in a
+table.
 """
 
 from __future__ import annotations
 
 import pickle
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +69,8 @@ class _Machine:
         if code == _STOP:
             return None
         if code not in _STEPS:
-            raise pickle.UnpicklingError(f"byte {self.at - 1:,} is an opcode that no metadata needs ({code:#04x})")
+            what = f"an opcode that neither metadata nor plain values need ({code:#04x})"
+            raise pickle.UnpicklingError(f"byte {self.at - 1:,} is {what}")
         return _STEPS[code]
 
     def take(self, count: int) -> bytes:
@@ -133,6 +136,12 @@ def _set(m: _Machine, values: list[Any]) -> None:
         table[key] = value
 
 
+def _add(m: _Machine, values: list[Any]) -> None:
+    if type(m.stack[-1]) is not set or not all(type(value) in (str, int, float, bytes) for value in values):
+        raise TypeError("plain values alone belong into a set")
+    m.stack[-1].update(values)
+
+
 def _append(m: _Machine, values: list[Any]) -> None:
     if type(m.stack[-1]) is not list:
         raise TypeError("a value is appended to what is no list")
@@ -180,6 +189,9 @@ _STEPS: Mapping[int, Callable[[_Machine], None]] = {
         pickle.BININT1: _number(1),
         pickle.BININT2: _number(2),
         pickle.LONG1: lambda m: m.stack.append(int.from_bytes(m.take(m.number(1)), "little", signed=True)),
+        pickle.BINFLOAT: lambda m: m.stack.append(struct.unpack(">d", m.take(8))[0]),
+        pickle.SHORT_BINBYTES: lambda m: m.stack.append(m.take(m.number(1))),
+        pickle.BINBYTES: lambda m: m.stack.append(m.take(m.number(4))),
         pickle.SHORT_BINUNICODE: _text(1),
         pickle.BINUNICODE: _text(4),
         pickle.EMPTY_TUPLE: _push(()),
@@ -193,6 +205,8 @@ _STEPS: Mapping[int, Callable[[_Machine], None]] = {
         pickle.EMPTY_DICT: lambda m: m.stack.append({}),
         pickle.SETITEM: lambda m: _set(m, [m.stack.pop(-2), m.stack.pop()]),
         pickle.SETITEMS: lambda m: _set(m, m.marked()),
+        pickle.EMPTY_SET: lambda m: m.stack.append(set()),
+        pickle.ADDITEMS: lambda m: _add(m, m.marked()),
         pickle.MARK: _mark,
         pickle.MEMOIZE: lambda m: m.memo.append(m.stack[-1]),
         pickle.BINGET: _remembered(1),

@@ -136,7 +136,7 @@ SHARED = b"K\x01\x85\x94" + b"".join(b"h%c\x86\x94" % i for i in range(60))
             "where str belongs",
         ),
         (b"\x80\x04\x8c\x07pathlib\x8c\x09PosixPath\x93" + SHARED + b"\x85R.", "there is no Metadata"),
-        (b"\x80\x04Nr\xff\xff\xff\x01.", "an opcode that no metadata needs"),  # a memo of 33 million entries
+        (b"\x80\x04Nr\xff\xff\xff\x01.", "an opcode that neither metadata nor plain values need"),  # a memo of 33 million entries
         (b"\x80\x04" + b"(" * 101, "more than 100 levels"),
         (b"\x80\x04h\x00.", "list index out of range"),
         (b"\x80\x04K\x01\x86.", "more parts than there are values"),
@@ -204,6 +204,9 @@ def test_plain_pickles():
     check_plain_pickle(pickle.dumps({"a": [1, (2.0, b"x", None)], "b": {3}}), "it")
     with pytest.raises(pickle.UnpicklingError, match=r"it names .*system, and may hold plain values only"):
         check_plain_pickle(pickle.dumps(Calls(os.system, "touch made")), "it")
+    for content in (b"\x80\x04}" + SHARED + b"K\x01s.", b"\x80\x04\x8f(" + SHARED + b"\x90."):
+        with pytest.raises(pickle.UnpicklingError, match=r"a key of a table is of class tuple|belong into a set"):
+            check_plain_pickle(content, "it")
 
 
 def mutate(name, content, rng):
