@@ -23,6 +23,10 @@ from fxpar.search.plan_file import Plan
 from fxpar.search.price import Depth
 
 MOMENTS_BYTES = 8  # of AdamW, by parameter: a plan's memory budget leaves them out
+WORTH = 1.05
+"""So many times as fast as the best single strategy a set must be predicted to be. Predictions are off by about as much
+(`benchmarks/bench_truth.py`), and one strategy has no switches that could be slower than predicted.
+"""
 
 
 def read_rows(
@@ -67,7 +71,8 @@ class Search:
         overlap = self.overlap and self.device.type == "cpu"  # as a session decides it
         problem = replace(problem, memory_bytes=memory, overlap=overlap, packed=problem.packed and self.packed, keep=1)
         found = searched(problem, self.rows, said)
-        return replace(planned, memory_bytes=memory).plan(found, found.plans[0])
+        chosen = found.plans[0] if found.speedup >= WORTH else found.best_static
+        return replace(planned, memory_bytes=memory).plan(found, chosen)
 
     def _memory_bytes(self, cluster: ClusterSpec, parameters: int) -> int:
         """What a device holds, states of the optimizer included: as the budget or the cluster says, else as it is."""

@@ -136,7 +136,10 @@ SHARED = b"K\x01\x85\x94" + b"".join(b"h%c\x86\x94" % i for i in range(60))
             "where str belongs",
         ),
         (b"\x80\x04\x8c\x07pathlib\x8c\x09PosixPath\x93" + SHARED + b"\x85R.", "there is no Metadata"),
-        (b"\x80\x04Nr\xff\xff\xff\x01.", "an opcode that neither metadata nor plain values need"),  # a memo of 33 million entries
+        (
+            b"\x80\x04Nr\xff\xff\xff\x01.",
+            "an opcode that neither metadata nor plain values need",
+        ),  # a memo of 33 million entries
         (b"\x80\x04" + b"(" * 101, "more than 100 levels"),
         (b"\x80\x04h\x00.", "list index out of range"),
         (b"\x80\x04K\x01\x86.", "more parts than there are values"),

@@ -7,17 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import fxpar
+from fxpar.cost.cluster import usual_cluster
 from fxpar.errors import FxparError, LengthsError, ParallelizeError, PlanFileError
 from fxpar.ir.strategy import Strategy
 from fxpar.models.builtin import packed_lm_loss
+from fxpar.passes.pack_documents import packed_if_proved
+from fxpar.runtime.auto import Search
+from fxpar.runtime.compiling import capture_step
 from fxpar.runtime.planned import parameters_of
 from fxpar.search.lengths import as_lengths
 from fxpar.search.plan_file import Plan, PlanGroup
 from fxpar.search.price import Depth, candidate
-from fxpar.search.pricing import SetPricer
+from fxpar.search.pricing import PricedGroup, PricedSet, SetPricer
+from fxpar.search.problem import Found
 from tests.runtime.hot import Small, World, compiled, precompile, sequences, small
 
 TWO = {64: "dp2", 512: "tp2+sp"}
@@ -225,3 +231,23 @@ def test_what_does_not_fit_is_named_before_anything_is_done(options, error, why)
 def test_a_class_is_refused_where_it_is_decorated():
     with pytest.raises(ParallelizeError, match="leave out strategies="):
         fxpar.parallelize(plan=PLAN, strategies=TWO)
+
+
+@pytest.mark.parametrize(("seconds", "chosen"), [(1.0, "dp2"), (0.97, "dp2"), (0.9, "tp2+sp")])
+def test_several_strategies_must_be_worth_it(seconds, chosen, monkeypatch):
+    """The set is predicted to take this share of the time of `dp2` alone."""
+
+    def priced(time: float, *strategies: str) -> PricedSet:
+        groups = tuple(PricedGroup(64 * 4**i, one, 512, time, 0.0, time) for i, one in enumerate(strategies))
+        return PricedSet(groups, time, 0.0, 0.0, 0.0, 0.0, dict.fromkeys(strategies, 1), 0)
+
+    one, several = priced(1.0, "dp2"), priced(seconds, "tp2+sp", "dp2")
+    found = Found((several,), one, 0.5, 0.5, seconds, 9, 0, 1, {}, 0.1)
+    rows = packed_if_proved(capture_step(small(), packed_lm_loss, None))[0]
+    monkeypatch.setattr("fxpar.runtime.auto.searched", lambda *args: found)
+    cluster = usual_cluster(2, 2, "cpu")
+    plan = Search(
+        "small", lambda _: rows, Depth(1, whole=True), [[9, 60]], 64, 100, 2, torch.device("cpu"), cluster=cluster
+    ).plan()
+    assert plan.groups[0].strategy == chosen
+    assert plan.predicted_s == (seconds if chosen == "tp2+sp" else 1.0)
