@@ -184,7 +184,9 @@ def show(found: Mapping[str, Mapping[str, float]], plans: Mapping[str, str], nam
     read = {what: parse_plan(text, what) for what, text in plans.items()}
     bound = next(iter(read.values())).lower_bound_s
     most = ", ".join(f"{read[what].predicted_s / bound:.2f} times as fast as the {what}" for what in TARGETS[name])
-    print(f"on the mini-batches of the search, tokens shared out evenly among ranks that send nothing take {bound:.3f} s:")
-    print(f"no way is more than {most}")
+    print(
+        f"on the mini-batches of the search, tokens shared out evenly among ranks that send nothing take {bound:.3f} s,"
+    )
+    print(f"so no way is more than {most}")
     print(f"the gain over the {HOTSPA} is to be predicted within {TARGET_ERROR:.0%}")
     return good
