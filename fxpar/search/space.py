@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from fxpar.ir.axes import BINS, EXPERTS, REPLICAS, RING, ROLE_AXES, STAGES, USES
-from fxpar.ir.module_rules import Axes, ModuleRule
+from fxpar.ir.module_rules import NOTHING, Axes, ModuleRule
 from fxpar.ir.remat import Remat
 from fxpar.ir.strategy import SINGLE, Strategy, of_degrees
 from fxpar.ir.strategy_text import Pipeline
@@ -88,7 +88,7 @@ def of_a_stage(strategy: Strategy) -> Strategy:
 
 def placed_alike(strategy: Strategy) -> Strategy:
     """The one that stands for all under which parameters lie as they do here: what is recomputed moves none, chunks of
-    the loss and the schedule of one stage per rank do not.
+    tokens and the schedule of one stage per rank do not.
     """
     if strategy.teams:
         return replace(strategy, teams=tuple(map(placed_alike, strategy.teams)))
@@ -97,8 +97,8 @@ def placed_alike(strategy: Strategy) -> Strategy:
         return replace(alike, pipeline=replace(strategy.pipeline, schedule="1f1b"))
     pipeline = strategy.pipeline if strategy.pipeline.virtual > 1 else replace(strategy.pipeline, schedule="1f1b")
     placing = [rule for rule in strategy.rules if rule.axes or rule.zero is not None]
-    rules = tuple(replace(rule, remat=None, offload=None, lsh=None, capacity=None, chunks=None) for rule in placing)
-    saving = {"remat": None, "offload": 0.0, "lsh": 0.0, "capacity": 0.0, "chunks": 1, "tokens": 0}
+    rules = tuple(replace(rule, remat=None, **dict.fromkeys(NOTHING)) for rule in placing)
+    saving = {"remat": None, "tokens": 0, **NOTHING}
     return replace(strategy, **saving, pipeline=pipeline, rules=rules)
 
 
