@@ -108,16 +108,19 @@ def rescheduled(strategy: Strategy) -> Strategy | None:
     return replace(strategy, pipeline=faster) if strategy.pipeline_size > 1 and not strategy.teams else None
 
 
-def also_tried(strategy: Strategy, offload: bool) -> tuple[Strategy, ...]:
+def also_tried(strategy: Strategy, beside: bool) -> tuple[Strategy, ...]:
     """What to try in place of a strategy that a set has. For a pipeline a schedule that waits less, and a loss that is
-    whole, as the rank that has it may have room where a guess has none. For one that recomputes or has ZeRO-3, with
-    `offload`: to keep on the host what its forward saves, beside as much recomputation, or less.
+    whole, as the rank that has it may have room where a guess has none. Where transfers run `beside` kernels: for one that
+    recomputes or has ZeRO-3 to keep on the host what its forward saves, beside as much recomputation, or less; for one
+    with experts that are apart tokens in two chunks.
     """
     faster = rescheduled(strategy)
     found = () if faster is None else (faster,)
     if faster is not None and strategy.chunks > 1:
         found += replace(strategy, chunks=1), replace(faster, chunks=1)
-    if offload and (strategy.remat is not None or strategy.zero):
+    if beside and not strategy.blocks and strategy.degree(EXPERTS) > 1 and strategy.ep_chunks == 1:
+        found += () if strategy.most("lsh") else (replace(strategy, ep_chunks=2),)
+    if beside and (strategy.remat is not None or strategy.zero):
         less = (None, SELECTIVE) if strategy.remat is not None and strategy.remat.mode == "full" else (None,)
         remats = dict.fromkeys([*(_of_shape(one, strategy) for one in less), strategy.remat])
         found += tuple(replace(strategy, remat=one, offload=1.0) for one in remats)
