@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from fxpar.flow import token_symbol
-from fxpar.flow.expert_groups import ExpertGroup, calls_on_copies, expert_groups, of_tokens, operands_by_token, sources
+from fxpar.flow.expert_groups import ExpertGroup, calls_on_copies, expert_groups, of_tokens, sources
 from fxpar.ir.dist_config import chunk as part_of
 from fxpar.ir.graph import AnnotatedGraph, Size, TensorMeta
 from fxpar.ir.node_meta import fqn_of, is_backward, is_size, local_meta, local_tensor

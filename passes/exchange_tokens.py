@@ -45,11 +45,11 @@ from fxpar.flow.expert_groups import ExpertGroup, calls_on_copies, expert_groups
 from fxpar.ir import collectives as c
 from fxpar.ir.counts import run_count
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta, run_dims
-from fxpar.ir.node_meta import is_backward, is_size, local_meta, local_tensor
+from fxpar.ir.node_meta import is_backward, is_size, local_tensor
 from fxpar.ir.pass_base import Tier
 from fxpar.ops import copies
 from fxpar.ops.traits import BY_EXPERT
-from fxpar.rules.slots import LOOKUPS, Kinds, has_tokens, ranks_alike
+from fxpar.rules.slots import LOOKUPS, has_tokens, ranks_alike
 
 aten, own = torch.ops.aten, torch.ops.fxpar
 

@@ -265,8 +265,8 @@ class ExpertChunksError(FxparError):
 
     def __init__(self, strategy: str, where: str, why: str, do: str) -> None:
         super().__init__(
-            f"strategy {strategy!r}: ep_chunks(...) says in how many chunks tokens travel to experts of other ranks, but "
-            f"{where} {why}. {do}"
+            f"strategy {strategy!r}: ep_chunks(...) says in how many chunks tokens travel to experts of other ranks, "
+            f"but {where} {why}. {do}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,9 +19,9 @@ from fxpar.ops.copies import copies, own_ids
 
 def experts_document(program: Program, found: Sequence[CollectiveTraffic]) -> Document:
     """{"experts": [...]}, a row for each kind of layer, with counts of one rank under balanced routes and sizes of the
-    example; nothing where each rank has all experts. Tokens travel in `chunks`, all of which are counted. `forward_bytes`
-    and `backward_bytes` are what one rank sends to experts and back for one layer and micro-batch; `hops` are the
-    exchanges on the way there, one after the other.
+    example; nothing where each rank has all experts. Tokens travel in `chunks`; counts are of all. `forward_bytes` and
+    `backward_bytes` are what one rank sends to experts and back for one layer and micro-batch; `hops` are the exchanges
+    on the way there, one after the other.
     """
     rows: dict[tuple[Any, ...], Document] = {}
     for layer in _layers(program):
@@ -37,27 +38,21 @@ def _layers(program: Program) -> Iterable[Document]:
     """Each of them, with its hops as a tuple of (ranks, copies of a rank's tokens), over all chunks of the tokens."""
     size = SizesAt(run_dims(program)).size
     for placed in program.placed:
-        layer: Document = {}
-        at = 0  # of the hops of a chunk
+        layers: dict[str, Document] = {}
         for node in (node for part in placed.parts.values() for node in part.graph.nodes if node.target is copies):
             ids, experts, ranks = node.args
             tokens, slots = local_tensor(ids).shape
-            at = at + 1 if ids.target is own_ids else 0  # of those that have come, numbered as the experts of a node are
-            if not at and not ids.meta.get("ep_chunk", 0):
-                if layer:
-                    yield layer
-                layer = {"fqn": fqn_of(node), "experts": experts, "slots": slots, "ranks": 1, "tokens": 0, "chunks": 0}
-                layer |= {"copies": 0, "hops": ()}
+            layer = layers.setdefault(fqn_of(node), {"fqn": fqn_of(node), "tokens": 0, "chunks": 0, "hops": []})
+            at = int(ids.target is own_ids)  # of those that have come to a node, numbered as its experts are
             if not at:
-                layer |= {"tokens": layer["tokens"] + size(tokens), "chunks": layer["chunks"] + 1}
-            hops = [*layer["hops"]]
-            if at == len(hops):
-                hops.append((ranks, 0))
-                layer["ranks"] *= ranks
-            hops[at] = (ranks, hops[at][1] + size(node.meta["local"][0].shape[0]))
-            layer |= {"copies": hops[-1][1], "hops": tuple(hops)}
-        if layer:
-            yield layer
+                layer |= {"experts": experts, "slots": slots}
+                layer |= {"tokens": layer["tokens"] + tokens, "chunks": layer["chunks"] + 1}
+            layer["hops"] += [(ranks, 0)] * (at == len(layer["hops"]))
+            layer["hops"][at] = (ranks, layer["hops"][at][1] + node.meta["local"][0].shape[0])
+        for layer in layers.values():
+            hops = tuple((ranks, size(count)) for ranks, count in layer["hops"])
+            layer |= {"tokens": size(layer["tokens"]), "ranks": math.prod(ranks for ranks, _ in hops)}
+            yield layer | {"copies": hops[-1][1], "hops": hops}
 
 
 def experts_text(row: Document) -> str:

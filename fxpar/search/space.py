@@ -110,9 +110,9 @@ def rescheduled(strategy: Strategy) -> Strategy | None:
 
 def also_tried(strategy: Strategy, beside: bool) -> tuple[Strategy, ...]:
     """What to try in place of a strategy that a set has. For a pipeline a schedule that waits less, and a loss that is
-    whole, as the rank that has it may have room where a guess has none. Where transfers run `beside` kernels: for one that
-    recomputes or has ZeRO-3 to keep on the host what its forward saves, beside as much recomputation, or less; for one
-    with experts that are apart tokens in two chunks.
+    whole, as the rank that has it may have room where a guess has none. Where transfers run `beside` kernels: with ep
+    tokens in two chunks; for one that recomputes or has ZeRO-3, to keep on the host what its forward saves, beside as
+    much recomputation, or less.
     """
     faster = rescheduled(strategy)
     found = () if faster is None else (faster,)
