@@ -82,8 +82,8 @@ class _Cutter:
             self.graph.erase_node(node)
 
     @property
-    def each(self) -> Size:
-        """Tokens of a chunk."""
+    def each(self) -> Any:
+        """Tokens of a chunk, a `Size`."""
         return part_of(self.group.tokens, self.chunks)
 
     def _runs(self) -> list[list[fx.Node]]:

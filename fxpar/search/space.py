@@ -97,9 +97,8 @@ def placed_alike(strategy: Strategy) -> Strategy:
         return replace(alike, pipeline=replace(strategy.pipeline, schedule="1f1b"))
     pipeline = strategy.pipeline if strategy.pipeline.virtual > 1 else replace(strategy.pipeline, schedule="1f1b")
     placing = [rule for rule in strategy.rules if rule.axes or rule.zero is not None]
-    rules = tuple(replace(rule, remat=None, **dict.fromkeys(NOTHING)) for rule in placing)
-    saving = {"remat": None, "tokens": 0, **NOTHING}
-    return replace(strategy, **saving, pipeline=pipeline, rules=rules)
+    rules = tuple(ModuleRule(rule.glob, rule.axes, rule.sp, rule.zero) for rule in placing)
+    return replace(strategy, remat=None, tokens=0, pipeline=pipeline, rules=rules, **NOTHING)
 
 
 def rescheduled(strategy: Strategy) -> Strategy | None:
