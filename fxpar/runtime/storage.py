@@ -21,7 +21,6 @@ from fxpar.passes.share_weights import share_weights
 from fxpar.runtime.options import ParallelizeOptions
 from fxpar.store import (
     MemoryReport,
-    SwitchSchedule,
     choose_resident,
     home_layout,
     memory_report,
@@ -33,6 +32,7 @@ from fxpar.store.materialize import is_on_meta, materialize
 from fxpar.store.weights import WeightStore
 from fxpar.switch import layout_of
 from fxpar.switch.node_first import room_for_sums
+from fxpar.switch.order import SwitchSchedule
 
 
 def open_storage(
@@ -72,12 +72,10 @@ def open_storage(
         dist.all_gather_object(everyone, mine)
         return max(everyone, key=lambda found: found.total_bytes)
 
-    def schedule_of(kept: tuple[str, ...]) -> SwitchSchedule:
-        return SwitchSchedule(layouts, wire, kept, cluster, options.planner)
+    schedule = SwitchSchedule(layouts, wire, cluster, options.planner)
 
     def seconds(kept: tuple[str, ...]) -> float:
-        schedule = schedule_of(kept)
-        return schedule.cost(schedule.order(list(programs)))[0]
+        return schedule.keeping(kept).least_s(list(programs))
 
     if options.resident is not None:
         for name in options.resident:
@@ -91,10 +89,10 @@ def open_storage(
     storage = share_weights(programs, rank, kept)
     if store is not None:
         store.lay_out(programs, storage)
-        return store, schedule_of(kept), memory, overlap
+        return store, schedule.keeping(kept), memory, overlap
     store = WeightStore(programs, home, storage, rank=rank, device=device)
     _take_home(module, store, params, options, given)
-    return store, schedule_of(kept), memory, overlap
+    return store, schedule.keeping(kept), memory, overlap
 
 
 def _take_home(
