@@ -21,7 +21,7 @@ from fxpar.precision import with_precision
 from fxpar.runtime.attributes import plain_attributes
 from fxpar.runtime.binding import Bound, bind_here
 from fxpar.runtime.calls import PlainCalls
-from fxpar.runtime.compiling import capture_step
+from fxpar.runtime.compiling import capture_step, sharing_of_all
 from fxpar.runtime.decided import Decided
 from fxpar.runtime.engine import Engine, EngineOptions
 from fxpar.runtime.evaluate import Evaluation
@@ -115,6 +115,7 @@ def _engines(
         options,
         activations,
         options.overlap and may_overlap(runs, device, ground.world_group, cluster),
+        sharing_of_all([one.compiled for one in every]),
         tuple(first.compiled.logical.params()),
         first.given,
         None if before is None else before.store,

@@ -17,7 +17,7 @@ from fxpar.errors import OrderError, nearest
 from fxpar.ir.graph import Input
 from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 from fxpar.memory import Conditions, predict_memory, steady_micro_batches
-from fxpar.passes.share_weights import share_weights
+from fxpar.passes.share_weights import ShareWeights, StoragePass, check_storage
 from fxpar.runtime.options import ParallelizeOptions
 from fxpar.store import (
     MemoryReport,
@@ -45,6 +45,7 @@ def open_storage(
     options: ParallelizeOptions,
     activations: Callable[[], int],
     overlap: bool,
+    sharing: StoragePass,
     params: Sequence[Input],
     given: Given | None = None,
     store: WeightStore | None = None,
@@ -52,7 +53,8 @@ def open_storage(
     """Decide what stays in memory, allocate it, and take the parameters home; the last result is whether groups
     overlap (where they may: if there is room). `activations()` are their bytes; they are only asked for if there is a
     budget, as predicting them takes about a tenth of the time of lowering. `params` are those of the model. Values that
-    are `given` are read by this rank's slices. A `store` that has the parameters already is laid out anew.
+    are `given` are read by this rank's slices. A `store` that has the parameters already is laid out anew. What another
+    `sharing` than fxpar's lays out is checked first.
     """
     specs = specs_of(programs.values(), params)
     home = home_layout(specs, world, options.home)
@@ -67,7 +69,7 @@ def open_storage(
     at_work = 0 if options.memory_budget_bytes is None else activations()
 
     def report(kept: tuple[str, ...], together: bool) -> MemoryReport:
-        mine = memory_report(programs, home, [rank], kept, staging, at_work, together)
+        mine = memory_report(programs, home, [rank], kept, staging, at_work, together, sharing)
         everyone: list[Any] = [None] * world
         dist.all_gather_object(everyone, mine)
         return max(everyone, key=lambda found: found.total_bytes)
@@ -86,7 +88,9 @@ def open_storage(
     else:
         kept, overlap = choose_resident(programs, report, seconds, options.memory_budget_bytes, overlap)
     memory = report(kept, overlap)
-    storage = share_weights(programs, rank, kept)
+    storage = sharing.lay_out(programs, rank, kept)
+    if not isinstance(sharing, ShareWeights):
+        check_storage(sharing.name, programs, rank, kept, storage)
     if store is not None:
         store.lay_out(programs, storage)
         return store, schedule.keeping(kept), memory, overlap
