@@ -171,8 +171,8 @@ def check_storage(
     name: str, programs: Mapping[str, Program], rank: int, resident: Collection[str], storage: SharedStorage
 ) -> None:
     """Raise StorageError that names the pass unless each strategy finds all of its parameters in the buffers, and none
-    writes over what it, or one that stays (`resident`), has there: two views may overlap only where both lie inside of a third (or
-    one of them) as their pieces do.
+    writes over what it has there, or one that stays (`resident`): two views may overlap only where both lie inside of a
+    third, or one of them, as their pieces do.
     """
     standing: list[_Held] = []
     for strategy, program in programs.items():
@@ -214,7 +214,9 @@ def _check_apart(name: str, rank: int, held: list[_Held]) -> None:
         if not any(one.lies_in(other) for other in whole[one.fqn]):
             whole[one.fqn].append(one)
     ends: dict[torch.dtype, tuple[int, _Held | None]] = {}
-    for one in sorted((one for some in whole.values() for one in some), key=lambda one: one.view.ends):
+    for one in sorted(
+        (one for some in whole.values() for one in some), key=lambda one: (one.view.ends[0], -one.view.ends[1])
+    ):
         end, before = ends.get(one.view.dtype, (0, None))
         if one.view.ends[0] < end and before is not None and one.piece.numel:
             raise StorageError(name, one.fqn, one.strategy, rank, f"it lies over {before.fqn} of '{before.strategy}'")

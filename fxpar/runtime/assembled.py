@@ -100,7 +100,6 @@ def _engines(
     """
     first, every = next(iter(decided.values())), tuple(decided.values())
     device, cluster = first.device, ground.cluster
-    runs = sum(len(one.groups) for one in every)
 
     def activations() -> int:
         return max(activation_bytes(one.programs, one.groups, one.packed, one.compiled.lengths) for one in every)
@@ -114,7 +113,7 @@ def _engines(
         cluster,
         options,
         activations,
-        options.overlap and may_overlap(runs, device, ground.world_group, cluster),
+        options.overlap and may_overlap(sum(len(one.groups) for one in every), device, ground.world_group, cluster),
         sharing_of_all([one.compiled for one in every]),
         tuple(first.compiled.logical.params()),
         first.given,

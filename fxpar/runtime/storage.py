@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,10 +80,7 @@ def open_storage(
         return schedule.keeping(kept).least_s(list(programs))
 
     if options.resident is not None:
-        for name in options.resident:
-            if name not in programs:
-                raise OrderError(f"resident: {name!r} is none of the strategies{nearest(name, programs)}")
-        kept = tuple(name for name in programs if name in options.resident)
+        kept = _named(options.resident, programs)
         overlap = overlap and _fits(report(kept, True), options)
     else:
         kept, overlap = choose_resident(programs, report, seconds, options.memory_budget_bytes, overlap)
@@ -97,6 +94,14 @@ def open_storage(
     store = WeightStore(programs, home, storage, rank=rank, device=device)
     _take_home(module, store, params, options, given)
     return store, schedule.keeping(kept), memory, overlap
+
+
+def _named(resident: Collection[str], programs: Mapping[str, TrainGraph]) -> tuple[str, ...]:
+    """Those that the user wants to stay. Raises OrderError for one that is no strategy."""
+    for name in resident:
+        if name not in programs:
+            raise OrderError(f"resident: {name!r} is none of the strategies{nearest(name, programs)}")
+    return tuple(name for name in programs if name in resident)
 
 
 def _take_home(
