@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -32,22 +33,15 @@ class SquareByMul:
 
 @dataclass(frozen=True)
 class Apart:
-    """Before: one piece of memory may hold a weight for several strategies. After: each has its own, one behind the
-    other, so that what a strategy reads was written for it.
-    """
+    """Before: strategies share memory. After: each has its own, so that what it reads was written for it."""
 
     name: ClassVar[str] = "apart"
     tier: ClassVar[Tier] = "exact"
 
-    def lay_out(
-        self, programs: Mapping[str, Program], rank: int, resident: Collection[str] | None = None
-    ) -> SharedStorage:
-        sizes, views = {}, {}
+    def lay_out(self, programs: Mapping[str, Program], rank: int, resident: Collection[str] | None = None):
+        sizes, views = Counter(), {}
         for name, program in programs.items():
-            alone = ShareWeights().lay_out({name: program}, rank)
-            behind = {fqn: sizes.get((view.pool, view.dtype), 0) for fqn, view in alone.views[name].items()}
-            views[name] = {
-                fqn: replace(view, offset=behind[fqn] + view.offset) for fqn, view in alone.views[name].items()
-            }
-            sizes |= {key: sizes.get(key, 0) + count for key, count in alone.numel.items()}
+            one = ShareWeights().lay_out({name: program}, rank)
+            views[name] = {f: replace(v, offset=v.offset + sizes[v.pool, v.dtype]) for f, v in one.views[name].items()}
+            sizes.update(one.numel)  # adds
         return SharedStorage(sizes, views, tuple(programs))
