@@ -129,7 +129,7 @@ def parallelize(target: Any, options: ParallelizeOptions) -> Any:
       no heartbeats, the error is torch's; a `fxpar.monitor.Monitor` that runs already: that one).
     - `plain`: the strategy of `model(x)`; by default that of the longest sequences.
     - `passes(ladder)` returns the passes that each strategy is lowered with, from the default ones: add, replace, leave
-      out. Plain calls and `evaluate` are lowered as ever.
+      out. The last one lays out the weights of all strategies. Plain calls and `evaluate` are lowered as ever.
     - `compiled`: what `fxpar.compile_strategies` returned for the same model, loss and strategies (made before forking
       ranks, or loaded), instead of compiling again.
     - `initializer(module)`: for a model on the meta device, fills what one module has itself; by default the module's

@@ -26,6 +26,7 @@ from fxpar.cli.options import (
     one_strategy,
     split_strategies,
 )
+from fxpar.ir.pass_names import SHARING
 
 CAPACITY = re.compile(r"(\d{1,6}(?:\.\d{1,6})?) ?([mg]i?b)", re.IGNORECASE)
 _CAPACITY_UNITS = {"mb": 10**6, "gb": 10**9, "mib": 2**20, "gib": 2**30}
@@ -100,7 +101,8 @@ class DumpRequest:
         typer.Option(
             metavar="PASS",
             autocompletion=complete_passes,
-            help="The graph after this pass: a name or step of `fxpar passes`.",
+            help="The graph after this pass: a name or step of `fxpar passes`; the buffers after share_weights, which "
+            "takes several strategies.",
         ),
     ] = None
     fqn: Annotated[
@@ -146,12 +148,15 @@ class DumpRequest:
 
     @property
     def strategy(self) -> str | None:
-        """The one that the words name, if any."""
-        return one_strategy(self.strategies)
+        """The one that the words name, if any; the first where several share weights."""
+        found = split_strategies(self.strategies)
+        return found[0] if self.after == SHARING and found else one_strategy(self.strategies)
 
     @property
     def strategy_texts(self) -> list[str]:
-        """Those that are looked at: the logical graph has none."""
+        """Those that are looked at: the logical graph has none, and storage all."""
+        if self.after == SHARING:
+            return split_strategies(self.strategies)
         return [] if self.strategy is None or self.level == "logical" else [self.strategy]
 
     @property

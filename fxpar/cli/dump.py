@@ -35,6 +35,7 @@ from fxpar.ir.columns import folded
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import LogicalGraph, run_sizes
 from fxpar.ir.node_meta import fqn_of
+from fxpar.ir.pass_names import SHARING
 from fxpar.ir.pipeline_graph import PipelineGraph, TeamsGraph
 from fxpar.ir.printer import AnyGraph, format_graph, matches, parts, without_folders
 from fxpar.ir.sent import sent
@@ -45,6 +46,11 @@ from fxpar.schedule import Timeline, chart
 def run_dump(request: DumpRequest) -> None:
     """Do it. Raises FxparError."""
     begun = time.process_time()
+    if request.after == SHARING:
+        from fxpar.cli.storage import dump_storage
+
+        dump_storage(request)
+        return
     strategies = strategies_of(request.source, request.strategy_texts)
     _check_words(request)
     (check_graph_output if request.form == "graph" else check_output)(request.target)

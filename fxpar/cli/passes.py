@@ -107,7 +107,8 @@ def description_of(name: str) -> str:
 
 def _sets(line: ast.stmt, name: str) -> bool:
     """Whether the line of a class body gives the attribute."""
-    targets = line.targets if isinstance(line, ast.Assign) else [line.target] if isinstance(line, ast.AnnAssign) else []
+    given = isinstance(line, ast.AnnAssign) and line.value is not None  # a protocol only says that there is one
+    targets = line.targets if isinstance(line, ast.Assign) else [line.target] if given else []
     return any(isinstance(target, ast.Name) and target.id == name for target in targets)
 
 

@@ -30,6 +30,7 @@ BUILTIN: dict[str, str] = {
     "rematerialize": "fxpar.passes.rematerialize:Rematerialize",
     "reshard_to_collectives": "fxpar.passes.reshard_to_collectives:ReshardToCollectives",
     "reuse_buffers": "fxpar.passes.reuse_buffers:ReuseBuffers",
+    "share_weights": "fxpar.passes.share_weights:ShareWeights",
     "sink_waits": "fxpar.passes.sink_waits:SinkWaits",
     "sort_rows": "fxpar.passes.sort_rows:SortRows",
     "write_in_place": "fxpar.passes.write_in_place:WriteInPlace",
@@ -68,3 +69,6 @@ LADDER = (
     "write_in_place",
 )
 """The names of `fxpar.lowering.default_passes()`, in order."""
+
+SHARING = "share_weights"
+"""The pass that lays out the weights of all strategies, behind the ladder of each."""

@@ -21,7 +21,7 @@ from fxpar.precision import with_precision
 from fxpar.runtime.attributes import plain_attributes
 from fxpar.runtime.binding import Bound, bind_here
 from fxpar.runtime.calls import PlainCalls
-from fxpar.runtime.compiling import capture_step
+from fxpar.runtime.compiling import capture_step, sharing_of_all
 from fxpar.runtime.decided import Decided
 from fxpar.runtime.engine import Engine, EngineOptions
 from fxpar.runtime.evaluate import Evaluation
@@ -100,7 +100,6 @@ def _engines(
     """
     first, every = next(iter(decided.values())), tuple(decided.values())
     device, cluster = first.device, ground.cluster
-    runs = sum(len(one.groups) for one in every)
 
     def activations() -> int:
         return max(activation_bytes(one.programs, one.groups, one.packed, one.compiled.lengths) for one in every)
@@ -114,7 +113,8 @@ def _engines(
         cluster,
         options,
         activations,
-        options.overlap and may_overlap(runs, device, ground.world_group, cluster),
+        options.overlap and may_overlap(sum(len(one.groups) for one in every), device, ground.world_group, cluster),
+        sharing_of_all([one.compiled for one in every]),
         tuple(first.compiled.logical.params()),
         first.given,
         None if before is None else before.store,

@@ -16,6 +16,7 @@ from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.written import is_task_name
 from fxpar.losses import LossFunction
+from fxpar.passes.share_weights import ShareWeights, StoragePass
 from fxpar.precision import Precision
 from fxpar.tracer.dynamic import Dynamic
 
@@ -25,7 +26,8 @@ class CompiledModel:
     """A model captured once and lowered for each strategy (by its text); plain data, the same on every rank.
 
     `logical` is the graph as it was captured, what the model does to one sequence; `precision` says how the programs
-    compute. `packing` is that of their rows, None if a row is one sequence; `unpacked` says why, if so.
+    compute. `packing` is that of their rows, None if a row is one sequence; `unpacked` says why, if so. `sharing`
+    lays out the weights of all strategies.
     """
 
     logical: LogicalGraph
@@ -34,6 +36,7 @@ class CompiledModel:
     precision: Precision = field(default_factory=Precision)
     packing: Packing | None = None
     unpacked: str = ""
+    sharing: StoragePass = field(default_factory=ShareWeights)
 
     @property
     def lengths(self) -> LengthLimits:

@@ -11,7 +11,7 @@ from fxpar.errors import MemoryBudgetError
 from fxpar.ir.columns import columns, human_bytes, told_apart
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.mesh import Mesh
-from fxpar.passes.share_weights import share_weights
+from fxpar.passes.share_weights import ShareWeights, StoragePass
 from fxpar.switch.layout import ParamLayout
 
 
@@ -71,12 +71,13 @@ def memory_report(
     staging_bytes: int = 0,
     activation_bytes: int = 0,
     overlap: bool = False,
+    sharing: StoragePass | None = None,
 ) -> MemoryReport:
     """The report for the fullest of `ranks`; shapes only, nothing is allocated. `overlap`: gradients of one group leave
-    while the next group runs.
+    while the next group runs. `sharing`: fxpar's own if None.
     """
     trained = {out.fqn for program in programs.values() for out in program.outputs if out.kind == "grad"}
-    plans = [share_weights(programs, rank, resident) for rank in ranks]
+    plans = [(sharing or ShareWeights()).lay_out(programs, rank, resident) for rank in ranks]
     worst = max(plans, key=lambda plan: plan.nbytes)
     return MemoryReport(
         home_bytes=home.max_bytes(),

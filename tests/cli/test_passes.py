@@ -193,3 +193,35 @@ class Fails:
 
     def __call__(self, graph: AnnotatedGraph) -> None:
         raise KeyError("spot")
+
+
+def test_storage_behind_several_strategies():
+    words = ("dump", "mlp", "-s", "dp2,tp2", "--after", "share_weights", "--rank", "1")
+    found = json.loads(fxpar(*words, "--json", "-")[1])
+    whole, cut = found["views"]["dp2"], found["views"]["tp2"]
+    assert whole.keys() == cut.keys()
+    halves = [fqn for fqn in cut if cut[fqn]["shape"] != whole[fqn]["shape"]]
+    assert halves
+    for fqn in halves:  # inside of the whole weight, which rank 1 has the second half of
+        assert cut[fqn]["stride"] == whole[fqn]["stride"]
+        assert cut[fqn]["offset"] > whole[fqn]["offset"]
+    assert found["nbytes"] == 4 * sum(one["numel"] for one in found["buffers"])
+    status, out, _ = fxpar(*words, "--fqn", halves[0])
+    assert (status, out.count(halves[0])) == (0, 2)
+    assert "if each strategy had weights of its own" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("-s", "dp2,tp2", "--rank", "2"), "no rank 2: 'dp2' has ranks 0 to 1"),
+        (("-s", "dp2,tp4"), "'dp2' has 2, 'tp4' has 4"),
+        (("-s", "dp2", "--fqn", "nowhere"), "nowhere"),
+        (("-s", "dp2", "--format", "dot"), "share_weights is no graph. Write text"),
+        (("-s", "dp2", "--stage", "1"), "share_weights has no stages. Leave out --stage"),
+    ],
+)
+def test_storage_that_nobody_has(words, message):
+    status, out, err = fxpar("dump", "mlp", "--after", "share_weights", *words)
+    assert (status, out) == (1, "")
+    assert message in err
