@@ -131,7 +131,7 @@ def test_every_pass_of_the_lowering_runs_on_the_graph_before_it():
         ("global_to_local", "write_in_place", "global_to_local has run. Dump the model with --after cleanup"),
         ("global_to_local", "insert_reshards", "needs a graph without reshards; in this graph there are some"),
         ("lower_collectives", "cleanup", "needs local shapes; in this graph these are global. Run global_to_local"),
-        ("sink_waits", "annotate", "needs operands that lie as their users want them"),
+        ("sink_waits", "annotate", "needs operands that are placed as their users need them"),
         ("accumulate_gradients", "write_in_place", "needs the body of a step alone"),
         ("annotate", "cleanup", "needs a graph without placements; in this graph it has them. Give the model"),
         ("casts", "logical", "it holds the logical graph, and passes change an annotated one"),
