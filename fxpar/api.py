@@ -45,7 +45,7 @@ class Parallelizes(Protocol[Arguments]):
     the decorator.
     """
 
-    def __call__(self, target: Any = None, *args: Arguments.args, **options: Arguments.kwargs) -> Any: ...
+    def __call__(self, target: Any = ..., *args: Arguments.args, **options: Arguments.kwargs) -> Any: ...
 
 
 def _with_options(
@@ -57,7 +57,7 @@ def _with_options(
 
     def decorate(function: Callable[[Any, ParallelizeOptions], Any]) -> Parallelizes[Arguments]:
         @functools.wraps(function)
-        def with_options(target: Any = None, *args: Arguments.args, **options: Arguments.kwargs) -> Any:
+        def with_options(target: Any = ..., *args: Arguments.args, **options: Arguments.kwargs) -> Any:
             _check_names(kind, args, options)
             return function(target, kind(*args, **options))
 
@@ -144,7 +144,7 @@ def parallelize(target: Any, options: ParallelizeOptions) -> Any:
     HomeLayoutError, MemoryBudgetError.
     """
     check_choice(options)
-    if target is None:
+    if target is ...:
         return functools.partial(_wrap, options)
     return _wrap(options, target)
 

@@ -22,6 +22,7 @@ from fxpar.cli.options import (
     OneStrategy,
     Strategies,
     Tflops,
+    complete_models,
     complete_passes,
     one_strategy,
     split_strategies,
@@ -188,12 +189,23 @@ class DiffRequest:
 
     source: Annotated[GraphSource, Offered()]
     other: Annotated[
-        str | None, typer.Argument(metavar="[OTHER]", help="A second graph file or MODEL.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="[OTHER]",
+            help="A second graph file or MODEL.",
+            show_default=False,
+            autocompletion=complete_models,
+        ),
     ] = None
     strategies: Strategies = ()
     passes: Annotated[
         tuple[str, str] | None,
-        typer.Option(metavar="P1 P2", help="After these two passes (name or step).", show_default=False),
+        typer.Option(
+            metavar="P1 P2",
+            help="After these two passes (name or step).",
+            show_default=False,
+            autocompletion=complete_passes,
+        ),
     ] = None
     before: Annotated[
         str | None,

@@ -92,7 +92,7 @@ def _figures(plan: OrderPlan, tokens: int | None) -> dict[str, Any]:
 def _show(request: OrderRequest, where: str, plans: dict[str, OrderPlan], document: dict[str, Any]) -> None:
     console = stdout_console()
     head = f"{request.source.model}, a mini-batch: {_FLOWS[request.gradients]}; bytes of all ranks; {where}"
-    console.print(head, markup=False, soft_wrap=True)
+    console.print(head, markup=False)
     rows = []
     for name, plan in plans.items():
         cells = [name, human_bytes(plan.inter_node_bytes), human_bytes(plan.intra_node_bytes)]

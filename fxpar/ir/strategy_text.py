@@ -226,14 +226,14 @@ def _parse_share(text: str, flag: str, name: str, inside: str | None) -> float:
     if name == "capacity":
         capacity = float(inside) if inside and _TIMES.fullmatch(inside) else 0.0
         if capacity < 1:
-            what = "there is no capacity" if inside is None else f"{inside!r} is no capacity"
+            what = "there is no capacity" if inside is None else f"{inside!r} is not a capacity"
             why = f"{what}; write a number of 1 or more, such as capacity(1.25): below 1 even routes lose tokens"
             raise StrategySyntaxError(text, flag, why)
         return capacity
     share = float(inside) if inside and _SHARE.fullmatch(inside) else 0.0
     if not 0 < share <= 1:
         what, example = _SHARES[name]
-        no_share = "there is no share" if inside is None else f"{inside!r} is no share"
+        no_share = "there is no share" if inside is None else f"{inside!r} is not a share"
         why = f"{no_share} of what {what}; write one above 0 and up to 1, such as {example}"
         raise StrategySyntaxError(text, flag, why)
     return share

@@ -75,8 +75,8 @@ def _is_padded(node: fx.Node) -> bool:
 
 
 FITS = Need(
-    "operands that lie as their users want them",
-    "some do not",
+    "operands that are placed as their users need them",
+    "some are not",
     lambda graph, nodes: not misfit(graph, nodes),
     "insert_reshards",
 )

@@ -41,7 +41,7 @@ def check_choice(options: ParallelizeOptions) -> None:
         )
     if isinstance(given, str) and given != AUTO:
         form = f"; a strategy is given with the longest length that it is for, such as {{4096: {given!r}}}"
-        raise ParallelizeError(f"strategies={given!r} is no dict of strategies{nearest(given, [AUTO]) or form}")
+        raise ParallelizeError(f"strategies={given!r} is not a dict of strategies{nearest(given, [AUTO]) or form}")
     if plan is not None:
         for name in ("strategies", "token_budget"):
             if getattr(options, name) is not None:

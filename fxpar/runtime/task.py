@@ -95,7 +95,7 @@ def check_tasks(tasks: object) -> None:
         raise TaskError("", f"has a name and is fxpar.Task(loss, example), in a dict; tasks={tasks!r}")
     for name, task in tasks.items():
         if not is_task_name(name):
-            raise TaskError(str(name), "is no name: give a text without ':' and '/'")
+            raise TaskError(str(name), "is not a name: give a text without ':' and '/'")
         if not isinstance(task, Task):
             raise TaskError(name, f"is {task!r}; give fxpar.Task(loss, example)")
 
@@ -103,7 +103,7 @@ def check_tasks(tasks: object) -> None:
 def batches_of(given: object, tasks: Collection[str]) -> dict[str, Any]:
     """The mini-batch of each task that has one: a task may have none, or an empty one.
 
-    Raises TaskBatchError for what is no dict from tasks to mini-batches, or one in which no task has any.
+    Raises TaskBatchError for what is not a dict from tasks to mini-batches, or one in which no task has any.
     """
     if not isinstance(given, Mapping):
         raise TaskBatchError(f"this model is trained for tasks, and was given {a_type(given)}", tasks)

@@ -212,6 +212,7 @@ def open_session(
         merge=engine.merge,
         compile=engine.compile,
         checked=engine.checked,
+        length_multiple=engine.length_multiple,
         precision=config.precision.compute,
         loss_scale=config.precision.loss_scale,
         deterministic=config.precision.deterministic,

@@ -71,7 +71,7 @@ def read_tasks(sections: Any, problems: list[str]) -> dict[str, TaskConfig]:
         if not isinstance(table, dict):
             problems.append(f"{where} = {shown(table)} must be a section: [{where}]")
         elif not is_task_name(name):
-            problems.append(f"[{where}] is no name of a task: give a text without ':' and '/'")
+            problems.append(f"[{where}] is not a name for a task: give a text without ':' and '/'")
         else:
             task = from_table(TaskConfig, table, where, problems)
             if task is not None and _fits(task, where, problems):

@@ -80,13 +80,13 @@ def _metaop(where: str, data: object) -> MetaOp:
     assert isinstance(data, dict)
     for key in ("name", "weights"):
         if not isinstance(data.get(key, ""), str):
-            raise TaskGraphError(f"{where}, {key}", f"{brief(data[key])[:60]} is no name", "Write a string")
+            raise TaskGraphError(f"{where}, {key}", f"{brief(data[key])[:60]} is not a name", "Write a string")
     times = data["layer_ms"]
     if not isinstance(times, dict):
-        raise TaskGraphError(f"{where}, layer_ms", f"{brief(times)[:60]} is no table", 'Write {"1": 8.0, "2": 4.4}')
+        raise TaskGraphError(f"{where}, layer_ms", f"{brief(times)[:60]} is not a table", 'Write {"1": 8.0, "2": 4.4}')
     for devices in times:
         if not (devices.isascii() and devices.isdigit() and len(devices) < 9 and int(devices) > 0):
-            why = f"{devices[:40]!r} is no number of devices"
+            why = f"{devices[:40]!r} is not a number of devices"
             raise TaskGraphError(f"{where}, layer_ms", why, "Write whole numbers from 1 on")
     return MetaOp(**data | {"layer_ms": {int(devices): ms for devices, ms in times.items()}})
 

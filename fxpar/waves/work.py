@@ -36,18 +36,19 @@ class MetaOp:
         if not self.name:
             raise TaskGraphError("a MetaOp", "name = '' says nothing", "Give each a name")
         if not _whole(self.layers):
-            raise TaskGraphError(self._key("layers"), f"{self.layers!r} is no number of layers", "Write 1 or more")
+            raise TaskGraphError(self._key("layers"), f"{self.layers!r} is not a number of layers", "Write 1 or more")
         if not self.layer_ms:
             raise TaskGraphError(self._key("layer_ms"), "it is empty", "Give a time for one number of devices at least")
         for devices, ms in self.layer_ms.items():
             if not _whole(devices):
-                raise TaskGraphError(self._key("layer_ms"), f"{devices!r} is no number of devices", "Write 1 or more")
+                why = f"{devices!r} is not a number of devices"
+                raise TaskGraphError(self._key("layer_ms"), why, "Write 1 or more")
             if not (_is_number(ms) and 0 < ms < math.inf):
-                raise TaskGraphError(self._key(f"layer_ms.{devices}"), f"{ms!r} is no time in ms", "Write a time > 0")
+                raise TaskGraphError(self._key(f"layer_ms.{devices}"), f"{ms!r} is not a time in ms", "Write one > 0")
         for key in ("output_bytes", "state_bytes", "saved_bytes"):
             value = getattr(self, key)
             if not (_is_number(value) and 0 <= value < math.inf):
-                raise TaskGraphError(self._key(key), f"{value!r} is no number of bytes", "Write 0 or more")
+                raise TaskGraphError(self._key(key), f"{value!r} is not a number of bytes", "Write 0 or more")
 
     def _key(self, key: str) -> str:
         return f"MetaOp {self.name!r}, {key}"
@@ -77,7 +78,7 @@ class Devices:
     def __post_init__(self) -> None:
         for key in ("count", "per_node"):
             if not _whole(getattr(self, key)):
-                raise TaskGraphError(f"devices, {key}", f"{getattr(self, key)!r} is no number", "Write 1 or more")
+                raise TaskGraphError(f"devices, {key}", f"{getattr(self, key)!r} is not a number", "Write 1 or more")
         for key in ("within_gb_per_s", "between_gb_per_s", "memory_bytes"):
             value = getattr(self, key)
             if not (_is_number(value) and value > 0):

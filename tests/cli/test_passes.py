@@ -10,11 +10,13 @@ from typing import ClassVar
 
 import pytest
 
+from fxpar.cli.passes import description_of, first_line
 from fxpar.cli.run_pass import check_needs
 from fxpar.errors import PassNeedsError
 from fxpar.ir import pass_registry
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.pass_base import Tier
+from fxpar.ir.pass_names import BUILTIN
 from fxpar.lowering import default_passes, lower
 from tests.cli.helpers import fxpar
 from tests.graph_diff.graphs import logical
@@ -28,6 +30,7 @@ def test_list_is_in_the_order_of_the_ladder():
     assert steps == [step.name for step in default_passes()]
     assert {row[1] if row[0].isdigit() else row[0] for row in words} == set(pass_registry.available())
     assert all(len(row) > 4 for row in words)  # each has a description
+    assert [first_line(name) for name in BUILTIN] == [description_of(name).splitlines()[0] for name in BUILTIN]
 
 
 def test_description():
@@ -131,7 +134,7 @@ def test_every_pass_of_the_lowering_runs_on_the_graph_before_it():
         ("global_to_local", "write_in_place", "global_to_local has run. Dump the model with --after cleanup"),
         ("global_to_local", "insert_reshards", "needs a graph without reshards; in this graph there are some"),
         ("lower_collectives", "cleanup", "needs local shapes; in this graph these are global. Run global_to_local"),
-        ("sink_waits", "annotate", "needs operands that lie as their users want them"),
+        ("sink_waits", "annotate", "needs operands that are placed as their users need them"),
         ("accumulate_gradients", "write_in_place", "needs the body of a step alone"),
         ("annotate", "cleanup", "needs a graph without placements; in this graph it has them. Give the model"),
         ("casts", "logical", "it holds the logical graph, and passes change an annotated one"),

@@ -233,7 +233,7 @@ def test_tables_are_written_as_they_were():
     ("old", "new", "message"),
     [
         ("[task.both]", "[tasks.both]", "this run has one loss. Plan it with fxpar plan, or add .task.NAME"),
-        ("[task.both]", "[task.both", "it is no TOML"),
+        ("[task.both]", "[task.both", "it is not TOML"),
         ("ranks = 1", "", "run.ranks: it is missing"),
         ("items =", "itmes =", "task.both.itmes is not a known key; did you mean 'items'"),
         ('loss = "loss"', "", r"task.both.loss is missing \(a text\)"),
@@ -244,7 +244,7 @@ def test_tables_are_written_as_they_were():
         ("f32[4, 8]", f"f32[{'9' * 5000}]", "must be dtype and shape"),
         ("f32[4, 8]", "f32[0, 8]", "must have sizes of 1 or more"),
         ("f32[4, 8]", f"f32[{2**40}, 8]", r"must have at most 2\*\*40 elements"),
-        ("[task.both]", '[task."a:b/c"]', "is no name of a task"),
+        ("[task.both]", '[task."a:b/c"]', "is not a name for a task"),
         ("items = 2", "items = 0", "task.both.items = 0 must be 1 or more"),
         ('{0 = "B"}', "{0 = 1}", "task.both.dynamic.x = .* must name dims by number"),
     ],

@@ -71,7 +71,7 @@ def test_values_and_defaults():
             ["task.pairs.strategies={8='dp4'}"],
             ["task.pairs: each strategy must use all 2 ranks, but 'dp4' (up to 8 tokens or rows)"],
         ),
-        (["task.a/b.loss=x"], ["[task.a/b] is no name of a task"]),
+        (["task.a/b.loss=x"], ["[task.a/b] is not a name for a task"]),
         (["task.pairs=3"], ["task.pairs = 3 must be a section: [task.pairs]"]),
         (["precision.compute=x"], ["precision.compute: "]),
     ],
