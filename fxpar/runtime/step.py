@@ -119,8 +119,8 @@ def _step(given: Sequence[Given], buffers: dict[str, Tensor]) -> StepReport:
     whole = found[0] if not engine.task else _together(shares, found)
     if engine.recorder is None:
         return whole
-    runs = [run for share in shares for run in share.engine.runs(share.plan.groups, share.sequences)]
-    return replace(whole, trace=engine.recorder.trace(runs))
+    runs = [run for of, work in works for run in shares[of].engine.runs([work.plan], shares[of].sequences)]
+    return replace(whole, trace=engine.recorder.trace(runs, waves))
 
 
 def _in_waves(

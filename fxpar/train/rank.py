@@ -33,6 +33,7 @@ from fxpar.runtime.report import merged_text, ride_text
 from fxpar.search.plan_file import parse_plan
 from fxpar.train.alone import faster_alone
 from fxpar.train.auto import compared_with, plan_line, search_plan, with_plan
+from fxpar.train.chosen_tasks import choose_on_rank_0
 from fxpar.train.compare import Comparison, check_agreement, comparison_lines
 from fxpar.train.config import TrainConfig, config_from_json
 from fxpar.train.loop import Hooks, run_steps
@@ -197,6 +198,11 @@ def _train(job: Job, place: ThisRank) -> Outcome:
     job.check_plan(prepared.vocab_size)
     if not job.config.strategies and not job.config.tasks:
         job = _chosen(job, prepared, place)
+    if job.config.chooses_tasks:
+        place.monitor.phase("choose strategies")
+        chosen, words = choose_on_rank_0(job.config)
+        place.say(words)
+        job = Job(chosen, job.compare)
     config = job.config
     place.monitor.phase("build the model")
     texts = texts_of(config.tasks, config.strategies)

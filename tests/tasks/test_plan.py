@@ -10,7 +10,7 @@ import torch
 from fxpar import Task
 from fxpar.cost.cluster import usual_cluster
 from fxpar.cost.group import group_cost
-from fxpar.errors import ClusterError
+from fxpar.errors import ClusterError, RunMemoryError
 from fxpar.ir.node_meta import fqn_of
 from fxpar.lowering import lower
 from fxpar.tasks import TaskStep, captured, plan_tasks
@@ -77,6 +77,7 @@ def test_devices_are_those_of_the_cluster():
     found = devices_of(usual_cluster(16), 16)
     assert (found.count, found.per_node, found.within_gb_per_s, found.between_gb_per_s) == (16, 8, 200, 25)
     assert found.memory_bytes == math.inf
+    assert devices_of(usual_cluster(16), 16, 8e9, 1e9).memory_bytes == 8e9
     assert (widths_of(12), widths_of(6)) == ([1, 2, 4, 8, 12], [1, 2, 4, 5, 6])
 
 
@@ -112,3 +113,27 @@ def test_towers_run_side_by_side_where_that_is_shorter():
     tower = alone["both.one"] + alone["both.loss"]  # and what is made of it before the two meet
     assert run.option.ms == pytest.approx(sum(alone.values()) - tower)
     assert run.option.ms < plan.runs.sequential_ms
+
+
+def test_weights_that_come_and_gradients_that_leave_are_part_of_a_step(planned):
+    """The step is what tasks take and what moving does, both as the runtime predicts them."""
+    runs = planned.runs
+    assert all(run.option.moved_ms > 0 for run in runs.runs)
+    assert runs.ms == pytest.approx(runs.moved_ms + sum(max(run.option.ms for run in wave) for wave in runs.waves))
+    assert planned.plan.step.reductions
+
+
+def test_what_does_not_fit_is_placed_otherwise_or_refused():
+    """On one rank all weights, or those of one task at a time; with less memory than that, what would do."""
+    tasks = {"caption": step("caption"), "text": step("text")}
+    most = plan_tasks(tasks, CLUSTER, 2).runs
+    (all_of_it,) = set(most.rank_bytes)
+    assert not most.in_turns
+    turns = plan_tasks(tasks, CLUSTER, 2, memory_bytes=all_of_it - 1).runs
+    assert max(turns.rank_bytes) < all_of_it
+    with pytest.raises(RunMemoryError, match=r"fit on 2 devices of 1.0 kB: the least choice takes 1MB") as found:
+        plan_tasks(tasks, CLUSTER, 2, memory_bytes=1000)
+    assert "masters, gradients, optimizer states and messages" in str(found.value)
+    assert plan_tasks(tasks, CLUSTER, 2, memory_bytes=1e6).memory_bytes == 1e6
+    budget = plan_tasks(tasks, CLUSTER, 2, budget_bytes=all_of_it - most.optimizer_bytes)
+    assert budget.memory_bytes == all_of_it
