@@ -64,13 +64,11 @@ def _of_model(request: TasksRequest) -> tuple[TasksPlan, str | None, str]:
     with working("capturing") as status, collected_warnings(notes):
         steps = tasks.steps()
         status.update("lowering and planning")
-        found = plan_tasks(
-            steps, tasks.cluster, memory_bytes=request.memory_bytes, budget_bytes=tasks.budget_bytes
-        )
+        found = plan_tasks(steps, tasks.cluster, memory_bytes=request.memory_bytes, budget_bytes=tasks.budget_bytes)
     show_notes(notes)
     of_run = None
     if request.writes_run and found.runs:
-        told = request.memory is not None or found.runs.in_turns
+        told = request.memory is not None or found.runs.needs_budget
         of_run = tasks.planned(found.runs, steps, found.memory_bytes if told else math.inf)
     return found, of_run, str(tasks.cluster.sustained)
 
@@ -140,9 +138,8 @@ def _run(plan: RunPlan) -> dict[str, Any]:
         "rank_bytes": list(plan.rank_bytes),
         "in_turns": plan.in_turns,
         "tasks": [
-            {"task": run.task, "wave": number, "ranks": list(run.ranks), **asdict(run.option)}
-            for number, wave in enumerate(plan.waves)
-            for run in wave
+            {"task": run.task, "wave": level, "ranks": list(run.ranks), **asdict(run.option)}
+            for run, level in zip(plan.runs, plan.levels, strict=True)
         ],
     }
 
@@ -216,15 +213,14 @@ def _show_runs(plan: RunPlan, free: WavePlan, memory_bytes: float) -> None:
     )
     rows = [
         (
-            str(number),
+            str(level),
             run.task,
             ranges(run.ranks),
             run.option.strategy,
             f"{run.option.ms:.1f}",
             f"{run.option.moved_ms:.1f}",
         )
-        for number, wave in enumerate(plan.waves)
-        for run in wave
+        for run, level in zip(plan.runs, plan.levels, strict=True)
     ]
     print_table(console, ("wave", "task", "ranks", "strategy", "ms", "moving ms"), rows, right=(0, 4, 5))
     turns = ", where weights of tasks take turns" if plan.in_turns else ""

@@ -64,8 +64,10 @@ class TasksRequest:
             raise typer.BadParameter("name a file or a --case, one of the two", param_hint="FILE")
         if _names_model(self.file):
             example = f"{self.file}:function" if self.file.endswith(".py") else self.file
-            why = f"{self.file!r} names a model, and its tasks are missing: write a TOML file with [model] name = {example!r}"
-            raise typer.BadParameter(f"{why} and [task.NAME] for each (docs/tasks.md)", param_hint="FILE")
+            why = f"{self.file!r} names a model, and its tasks are missing: write a TOML file with"
+            raise typer.BadParameter(
+                f"{why} [model] name = {example!r} and [task.NAME] for each (docs/tasks.md)", param_hint="FILE"
+            )
         if self.memory is not None and not CAPACITY.fullmatch(self.memory):
             raise typer.BadParameter(f"{self.memory!r} is not a size such as 80GB or 500MB", param_hint="--memory")
         if self.devices is None and not self.is_model:

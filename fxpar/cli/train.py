@@ -31,7 +31,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.search.plan_file import Plan, read_plan
 from fxpar.train.config import TrainConfig, parse_config, read_config
 from fxpar.train.strategies import STATIC
-from fxpar.train.tasks import has_tasks
+from fxpar.train.tasks import chooses, has_tasks
 
 if TYPE_CHECKING:
     from fxpar.train.rank import Job
@@ -196,7 +196,7 @@ def _locally(job: Job, request: TrainRequest) -> bool:
 
     check_ranks(job.config)
     check_free(job.config)
-    if job.config.chooses_tasks:
+    if chooses(job.config.tasks, job.config.strategies):
         from fxpar.train.chosen_tasks import choose_tasks
 
         chosen, words = choose_tasks(job.config)

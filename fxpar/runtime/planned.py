@@ -69,7 +69,8 @@ def _check_beside_tasks(options: ParallelizeOptions) -> None:
                 do = "leave it out, as they run in the order in which they are given"
             raise ParallelizeError(f"{name}= is of one loss, and there are tasks=: {do}")
     if options.strategies == AUTO:
-        raise ParallelizeError('strategies="auto" is of one loss, and there are tasks=: give strategies={...}, which fxpar tasks plan finds')
+        why = 'strategies="auto" is of one loss, and there are tasks='
+        raise ParallelizeError(f"{why}: give strategies={{...}}, which fxpar tasks plan finds")
     if options.gradients != "home":
         raise ParallelizeError(f"gradients={options.gradients!r} is of one loss, and there are tasks=: leave it out")
 

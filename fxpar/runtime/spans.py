@@ -44,8 +44,8 @@ class GroupRun:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """The spans of one mini-batch on this rank, and its groups in order of running; of `waves`, if there are any, so many
-    groups each run at the same time.
+    """The spans of one mini-batch on this rank, and its groups in order of running; of `waves`, if there are any, so
+    many groups each wait for their own ranks alone.
     """
 
     groups: tuple[GroupRun, ...]

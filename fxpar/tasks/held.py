@@ -68,7 +68,8 @@ class Held:
     @cached_property
     def by_param(self) -> dict[str, int]:
         """Bytes of the weights and gradients of each parameter, on a rank that has it."""
-        return {fqn: _most(one) + (_most(self.sums[fqn]) if fqn in self.sums else 0) for fqn, one in self.weights.items()}
+        sums = {fqn: _most(one) for fqn, one in self.sums.items()}
+        return {fqn: _most(one) + sums.get(fqn, 0) for fqn, one in self.weights.items()}
 
     @cached_property
     def meshes(self) -> tuple[Mesh, ...]:
@@ -79,13 +80,17 @@ class Held:
     def held_bytes(self) -> int:
         """Of weights and gradients, on the fullest rank."""
         ranks = [mesh.offset for mesh in self.meshes]
-        return max((sum(on_rank(self.weights, r).values()) + sum(on_rank(self.sums, r).values()) for r in ranks), default=0)
+        both = (self.weights, self.sums)
+        return max((sum(sum(on_rank(one, rank).values()) for one in both) for rank in ranks), default=0)
 
 
-def on_rank(placed: Placed, rank: int) -> dict[tuple[str, DistConfig], int]:
-    """Bytes of what a rank holds."""
+def on_rank(placed: Placed, rank: int) -> dict[tuple[str, object], int]:
+    """Bytes of what a rank holds, by parameter and slices of it."""
     return {
-        (fqn, dist): _bytes(one, dist) for fqn, one in placed.items() for dist in one.copies if rank in dist.mesh
+        (fqn, tuple(dist.boxes(rank, one.shape))): _bytes(one, dist)
+        for fqn, one in placed.items()
+        for dist in one.copies
+        if rank in dist.mesh
     }
 
 
@@ -138,7 +143,7 @@ class Home:
         """Of moving so many bytes of weights and gradients of each rank, all but what is at home there."""
         ranks, cluster = self.masters.world, self.cluster
         per_s = float(cluster.bytes_per_s(between=ranks > cluster.devices_per_node))
-        return 1e3 * nbytes * (1 - 1 / ranks) / per_s
+        return 1e3 * (nbytes * (1 - 1 / ranks) / per_s + 2 * float(cluster.latency_s))
 
     def moved_ms(self, tasks: Sequence[Held], stay: bool = True) -> list[float]:
         """Of each task, in the order of running, what its weights take to come and its gradients to leave. Weights of

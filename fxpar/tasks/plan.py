@@ -60,7 +60,8 @@ def plan_tasks(
     if budget_bytes is not None and memory_bytes is None:
         memory_bytes = budget_bytes + home.optimizer_bytes
     free = devices_of(cluster, count, memory_bytes, home.nbytes)
-    runs = planned_runs(tasks, found, layouts, home, free.memory_bytes)
+    told = memory_bytes is not None  # so a run has a budget
+    runs = planned_runs(tasks, found, layouts, home, free.memory_bytes, told)
     try:
         plan = plan_waves(graph, free)
     except FitsNoDevicesError:
@@ -72,9 +73,7 @@ def plan_tasks(
     return TasksPlan(plan, tuple(chains), runs, free.memory_bytes)
 
 
-def devices_of(
-    cluster: ClusterSpec, count: int, memory_bytes: float | None = None, held_bytes: float = 0.0
-) -> Devices:
+def devices_of(cluster: ClusterSpec, count: int, memory_bytes: float | None = None, held_bytes: float = 0.0) -> Devices:
     """So many devices of a cluster, as waves are planned on them; `memory_bytes` go before what it says."""
     memory_gb = cluster.sustained.memory_gb
     within, between = (float(cluster.bytes_per_s(one)) / 1e9 for one in (False, True))

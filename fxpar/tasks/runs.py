@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, pairwise, product
+from itertools import accumulate, combinations, pairwise, product
 
 from torch import fx
 
@@ -17,6 +17,7 @@ from fxpar.tasks.contract import Contracted, TaskStep
 from fxpar.tasks.held import Held, Home, on_rank
 from fxpar.tasks.layers import around
 from fxpar.tasks.times import Layout
+from fxpar.waves.joined import joined
 from fxpar.waves.runs import Option, RunPlan, TaskRun, least_bytes, plan_runs
 
 MOST_STAGES = 4
@@ -28,10 +29,12 @@ def planned_runs(
     layouts: Mapping[str, Sequence[Layout]],
     home: Home,
     memory_bytes: float = math.inf,
+    has_budget: bool = False,
 ) -> RunPlan:
     """The shortest step that the runtime can run on the ranks of `home`: each task on consecutive ranks, its towers
-    side by side or not, and tasks on disjoint ranks at the same time. A rank holds `memory_bytes`, all told. Towers that
-    cannot be lowered are left out. What moving takes is guessed until an option is part of the shortest step.
+    side by side or not, and tasks on disjoint ranks at the same time. A rank holds `memory_bytes`, all told. Towers
+    that cannot be lowered are left out. What moving takes is guessed until an option is part of the shortest step.
+    With a budget of memory (`has_budget`) tasks that share a rank wait for each other on all ranks, as in a run.
 
     Raises RunMemoryError.
     """
@@ -46,9 +49,15 @@ def planned_runs(
         plan = plan_runs(options, devices, sequential_ms, room)
         if plan is None:
             raise _no_room({name: ways.whole(name) for name in tasks}, home, memory_bytes)
-        guessed = [run for run in plan.runs if (run.task, run.option.strategy) not in ways.known]
+        guessed = ways.guessed(plan)
+        if not guessed and not has_budget:
+            plan = joined(plan, options)
+            guessed = ways.guessed(plan)
         if not guessed:
-            return _settled(plan, ways, home, memory_bytes)
+            made = _settled(plan, ways, home, memory_bytes)
+            if has_budget or not (made.needs_budget or max(made.rank_bytes) > memory_bytes):
+                return replace(made, needs_budget=has_budget)
+            has_budget = True
         for run in guessed:
             options[run.task].remove(run.option)
             options[run.task] += ways.exactly(run.task, run.option)
@@ -70,8 +79,15 @@ class _Ways:
             held = one.held.held_bytes
             guess = self.home.guessed_ms(held)
             found.append(Option(one.width, sum(one.ms), one.strategy, guess, held, one.held.active_bytes))
-        best = min(found, key=lambda one: one.ms + one.moved_ms)
-        return [*self.exactly(task, best), *(one for one in found if one is not best)]
+        while True:
+            best = min(found, key=lambda one: one.ms + one.moved_ms)
+            if (task, best.strategy) in self.known:
+                return found
+            found = [*self.exactly(task, best), *(one for one in found if one is not best)]
+
+    def guessed(self, plan: RunPlan) -> list[TaskRun]:
+        """Runs of the plan of which it is guessed what they hold and move."""
+        return [run for run in plan.runs if (run.task, run.option.strategy) not in self.known]
 
     def exactly(self, task: str, option: Option) -> list[Option]:
         """The option with what it holds and moves; none where it cannot be lowered."""
@@ -99,23 +115,25 @@ def _settled(plan: RunPlan, ways: _Ways, home: Home, memory_bytes: float) -> Run
     """The plan with what is moved to and from the ranks that tasks have in it, and what each rank holds."""
     runs = plan.runs
     held = [ways.known[run.task, run.option.strategy].placed(first=run.ranks[0]) for run in runs]
-    nbytes = {stay: _rank_bytes(held, home, stay) for stay in (True, False)}
+    ends = list(accumulate(map(len, plan.waves)))
+    by_wave = [held[end - len(wave) : end] for end, wave in zip(ends, plan.waves, strict=True)]
+    nbytes = {stay: rank_bytes(by_wave, home, stay) for stay in (True, False)}
     stay = max(nbytes[True]) <= memory_bytes
     moved = iter(home.moved_ms(held, stay))
     waves = tuple(tuple(_moving(run, next(moved)) for run in wave) for wave in plan.waves)
-    return replace(
-        plan, waves=waves, rank_bytes=nbytes[stay], optimizer_bytes=home.optimizer_bytes, in_turns=not stay
-    )
+    more = {"optimizer_bytes": home.optimizer_bytes, "in_turns": not stay, "needs_budget": not stay}
+    return replace(plan, waves=waves, rank_bytes=nbytes[stay], **more)
 
 
 def _moving(run: TaskRun, moved_ms: float) -> TaskRun:
     return replace(run, option=replace(run.option, moved_ms=moved_ms))
 
 
-def _rank_bytes(tasks: Sequence[Held], home: Home, stay: bool) -> tuple[float, ...]:
-    """What each rank holds at its fullest. Weights of tasks that lie alike are held once where they stay, else those of
-    one task at a time.
+def rank_bytes(waves: Sequence[Sequence[Held]], home: Home, stay: bool) -> tuple[float, ...]:
+    """What each rank holds at its fullest: gradients of all of its tasks of a wave, activations of one of them. Weights
+    of tasks that lie alike are held once where they stay, else those of one task at a time.
     """
+    tasks = [task for wave in waves for task in wave]
     known: dict[tuple[bool, ...], float] = {}
     found = []
     for rank in range(home.masters.world):
@@ -127,7 +145,7 @@ def _rank_bytes(tasks: Sequence[Held], home: Home, stay: bool) -> tuple[float, .
             known[key] = float(
                 home.nbytes
                 + (together if stay else max((sum(one.values()) for one in weights), default=0))
-                + max((sum(on_rank(task.sums, rank).values()) for task in mine), default=0)
+                + max(sum(sum(on_rank(task.sums, rank).values()) for task in wave) for wave in waves)
                 + max((task.active_bytes for task in mine), default=0)
             )
         found.append(known[key])
@@ -190,7 +208,7 @@ def _cuts(stages: Sequence[Sequence[fx.Node]]) -> list[str] | None:
 
 @dataclass(frozen=True)
 class _Towers:
-    """MetaOps of a task (by number) in `stages`, which begin with `cuts`; what each MetaOp `reads`, and its `params`."""
+    """MetaOps of a task (by number) in `stages`, which begin with `cuts`; what each MetaOp reads, and its params."""
 
     step: TaskStep
     stages: Sequence[Sequence[int]]

@@ -36,8 +36,8 @@ class Timed:
 
 @dataclass(frozen=True)
 class Layout:
-    """A strategy for a whole task, with as many `replicas`, and the ms of each of its MetaOps under it, in order. `held`
-    is what one replica holds.
+    """A strategy for a whole task, with as many `replicas`, and the ms of each of its MetaOps under it, in order.
+    `held` is what one replica holds.
     """
 
     width: int

@@ -54,7 +54,7 @@ def choose_tasks(config: TrainConfig) -> tuple[TrainConfig, str]:
         found = plan_tasks(steps, cluster, budget_bytes=budget)
     plan = found.runs
     assert plan is not None
-    if plan.in_turns and budget is None:  # so it is only with a budget
+    if plan.needs_budget and budget is None:
         budget = round(found.memory_bytes - plan.optimizer_bytes)
     chosen = {
         run.task: replace(

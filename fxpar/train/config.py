@@ -19,7 +19,7 @@ from fxpar.ir.written import LONGEST, read
 from fxpar.train.assign import assign
 from fxpar.train.schema import from_table, shown
 from fxpar.train.strategies import DRIFT, PlanConfig, auto_problems, group_problems, plan_problems, read_strategies
-from fxpar.train.tasks import TaskConfig, chooses, one_loss_problems, read_by_length, read_tasks, task_problems, world_of
+from fxpar.train.tasks import TaskConfig, one_loss_problems, read_by_length, read_tasks, task_problems, world_of
 
 _POSITIVE: dict[str, Any] = {"least": 1}
 
@@ -196,11 +196,6 @@ class TrainConfig:
         if self.tasks:
             return world_of(self.tasks, self.strategies, self.run.ranks)
         return formations(self.strategies[-1][1])[0].world if self.strategies else self.run.ranks or 1
-
-    @property
-    def chooses_tasks(self) -> bool:
-        """Whether strategies and ranks of tasks are yet to be chosen."""
-        return chooses(self.tasks, self.strategies)
 
     @property
     def max_length(self) -> int:

@@ -45,7 +45,7 @@ from fxpar.train.report import REPORT, ReportParts, collect, write_report
 from fxpar.train.session import TrainSession, open_session, static_config
 from fxpar.train.stop import StopRequest, agree
 from fxpar.train.task_source import TaskLoader
-from fxpar.train.tasks import texts_of
+from fxpar.train.tasks import chooses, texts_of
 from fxpar.train.text import NOTHING, Prepared, describe, keep_tokenizer, prepare_once
 from fxpar.train.view import open_view, summary_lines
 
@@ -198,7 +198,7 @@ def _train(job: Job, place: ThisRank) -> Outcome:
     job.check_plan(prepared.vocab_size)
     if not job.config.strategies and not job.config.tasks:
         job = _chosen(job, prepared, place)
-    if job.config.chooses_tasks:
+    if chooses(job.config.tasks, job.config.strategies):
         place.monitor.phase("choose strategies")
         chosen, words = choose_on_rank_0(job.config)
         place.say(words)

@@ -44,8 +44,8 @@ ABOUT = (
     "its strategy. What ran is in the run and timeline tabs."
 )
 OF_TASKS = (
-    "Strategies stand behind the name of their task. The memory tab is that of a task alone, with the masters of its own "
-    "parameters cut over its own ranks. There is no mesh tab, as tasks have parameters of their own."
+    "Strategies stand behind the name of their task. The memory tab is that of a task alone, with the masters of its "
+    "parameters cut over its ranks. There is no mesh tab, as tasks have parameters of their own."
 )
 Section = Callable[[Sequence[Viewed]], "dict[str, Any] | None"]
 

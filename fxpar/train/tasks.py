@@ -87,7 +87,7 @@ def one_loss_problems(tables: Mapping[str, Any]) -> list[str]:
         problems.append("[data] is of one loss: each [task.NAME] has data of its own")
     if not isinstance(strategies, dict) or STATIC in strategies:
         problems.append(
-            '"auto" and static are of one loss: give tasks strategies by length or rows, such as 64 = "dp2" or 64 = "auto"'
+            '"auto" and static are of one loss: give tasks strategies by length or rows, such as 64 = "dp2" or "auto"'
         )
     of_one_loss = {"engine": ("order", "gradients", "token_budgets"), "plan": ("drift", "residual", "exact_steps")}
     for section, key in ((section, key) for section, keys in of_one_loss.items() for key in keys):

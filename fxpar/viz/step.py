@@ -17,7 +17,7 @@ from fxpar.runtime.micro import replica_of
 from fxpar.runtime.pipeline import plan_pipeline
 from fxpar.runtime.spans import RunSpan
 from fxpar.schedule import Action, Costs, Span, Transfer, simulate
-from fxpar.schedule.mini_batch import Flow, GroupAction, MiniBatchSchedule, Pace, blocking, in_waves, simulate_mini_batch
+from fxpar.schedule.mini_batch import Flow, GroupAction, MiniBatchSchedule, Pace, in_waves, simulate_mini_batch
 from fxpar.viz.inside import ACTION_PARTS, Inside
 
 MOST_RANKS = 32  # that a picture has lanes for
@@ -114,8 +114,8 @@ class StepTimeline:
         return min((s.start_ms for s in mine), default=0.0), max((s.end_ms for s in mine), default=0.0)
 
     def group_ms(self, group: int) -> dict[str, float]:
-        """Means over ranks: "switch" and "reduce" of all, and of those that run it "run", from the first of the other spans
-        to the last.
+        """Means over ranks: "switch" and "reduce" of all, and of those that run it "run", from the first of the other
+        spans to the last.
         """
         found = {"switch": 0.0, "run": 0.0, "reduce": 0.0}
         share = [len(lane.ranks) / sum(len(lane.ranks) for lane in self.lanes) for lane in self.lanes]
@@ -188,16 +188,15 @@ def predict_step(
     stages they run by the schedule: each part of a stage takes its share of that, a message its bytes over the link.
     `order` says what may run beside what, by default nothing: the spans of a switch and a reduction are then what the
     ranks wait for it. To groups of `flowing` strategies weights come, and their gradients leave, one by one.
-    Of `waves`, if there are any, so many groups each run at the same time, on ranks of their own.
+    Of `waves`, if there are any, so many groups each wait for nobody but their own ranks.
     """
     lanes, places = _lanes(planned, world)
     runs = [_group_spans(one, number, [where[number] for where in places]) for number, one in enumerate(planned)]
-    first = _firsts(waves or [1] * len(planned))
-    order = order or (in_waves(waves) if waves else blocking(len(planned)))
+    waves = waves or [1] * len(planned)
+    begun, order = _begun(planned, [end for _, end in runs], waves), order or in_waves(waves)
     took = {GroupAction("run", number): 0.0 for number in range(len(runs))}
-    for number, (_, end) in enumerate(runs):  # the first of a wave stands for all of it
-        whole = GroupAction("run", first[number])
-        took[whole] = max(took[whole], end)
+    for (first, late), (_, end) in zip(begun, runs, strict=True):  # the first of a wave stands for all of it
+        took[GroupAction("run", first)] = max(took[GroupAction("run", first)], late + end)
     for number, one in enumerate(planned):
         took |= {GroupAction("switch", number): one.switch_ms, GroupAction("reduce", number): one.reduce_ms}
     flows = {
@@ -209,22 +208,27 @@ def predict_step(
     end_ms = simulated.makespan_s  # all times here are in ms
     spans: list[StepSpan] = []
     now = 0.0
-    for number, (found, _) in enumerate([*runs, ([], 0.0)]):
-        begin, end = simulated.spans.get(GroupAction("run", first.get(number, number)), (end_ms, end_ms))
+    for (found, _), (first, late) in zip([*runs, ([], 0.0)], [*begun, (len(runs), 0.0)], strict=True):
+        begin, end = simulated.spans.get(GroupAction("run", first), (end_ms, end_ms))
         for action, (start, stop) in sorted(simulated.spans.items(), key=lambda item: item[1]):
             if action.kind != "run":  # the ranks wait for what moves while nothing runs
                 _everyone(spans, range(len(lanes)), action.kind, action.group, max(start, now), min(stop, begin))
-        spans += [replace(span, start_ms=span.start_ms + begin, end_ms=span.end_ms + begin) for span in found]
+        at = begin + late
+        spans += [replace(span, start_ms=span.start_ms + at, end_ms=span.end_ms + at) for span in found]
         now = end
     _everyone(spans, range(len(lanes)), "optimizer", -1, end_ms, end_ms + optimizer_ms)
     return StepTimeline("predicted", tuple(one.group for one in planned), lanes, tuple(spans))
 
 
-def _firsts(waves: Sequence[int]) -> dict[int, int]:
-    """By group the first one of its wave."""
-    found: dict[int, int] = {}
+def _begun(planned: Sequence[Planned], took: Sequence[float], waves: Sequence[int]) -> list[tuple[int, float]]:
+    """Of each group the first one of its wave, and when it begins behind that: once its ranks have done others."""
+    found: list[tuple[int, float]] = []
     for size in waves:
-        found |= dict.fromkeys(range(len(found), len(found) + size), len(found))
+        first, free = len(found), defaultdict[int, float](float)  # by rank
+        for one, ms in zip(planned[first : first + size], took[first : first + size], strict=True):
+            ranks = one.inside.program.mesh.ranks
+            found.append((first, max(free[rank] for rank in ranks)))
+            free.update(dict.fromkeys(ranks, found[-1][1] + ms))
     return found
 
 

@@ -10,8 +10,8 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def chart(plan: WavePlan, *, columns: int = 100) -> str:
-    """Time to the right: `A=` is the forward of the MetaOp of letter A, `a-` a backward, `<` is receiving, `+` is adding
-    up gradients with nothing beside it, `.` is idle. Below, the letters.
+    """Time to the right: `A=` is the forward of the MetaOp of letter A, `a-` a backward, `<` is receiving, `+` is
+    adding up gradients with nothing beside it, `.` is idle. Below, the letters.
     """
     scale = columns / plan.ms
     names = {m: letter(m) for m in range(len(plan.graph.metaops))}

@@ -26,8 +26,8 @@ _WAVES, _SEQUENTIAL = "waves", "one after the other"
 class WavePlan:
     """Pieces of MetaOps on devices, in the order of their forwards, and the step that they make.
 
-    No plan of this graph takes less than `bound_ms` (transfers, reductions and memory aside); Spindle's waves, placed and
-    timed alike, take `spindle_ms` (inf if memory does not suffice for them), all MetaOps one after the other on all
+    No plan of this graph takes less than `bound_ms` (transfers, reductions and memory aside); Spindle's waves, placed
+    and timed alike, take `spindle_ms` (inf if memory does not suffice for them), all MetaOps one after the other on all
     devices `sequential_ms`, without what they send each other. `found_by` names the start that led to the plan.
     """
 

@@ -59,7 +59,9 @@ def reductions(
             here = [at for at in members if placed[at].first <= first and last <= placed[at].last]
             holders = tuple(sorted({device for at in here for device in placed[at].devices}))
             if len(holders) > 1:
-                ready, done = (max(_left_ms(placed[at], layer, *backwards[at]) for at in here) for layer in (last - 1, first))
+                ready, done = (
+                    max(_left_ms(placed[at], layer, *backwards[at]) for at in here) for layer in (last - 1, first)
+                )
                 each = all_reduce_ms(problem.devices, holders, nbytes)
                 waiting.append((ready, weights, first, Reduction(weights, first, last, holders, ready, done), each))
     free, found = np.zeros(problem.devices.count), []

@@ -40,12 +40,13 @@ class TaskRun:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Waves of tasks side by side, each of which begins when the one before it has ended, as steps of a run do: weights
-    of its tasks come, they run, their gradients leave. `sequential_ms`: all tasks one after the other, no tower on
-    ranks of its own.
+    """Waves of tasks, each of which begins when the one before it has ended, as steps of a run do: weights of its tasks
+    come, they run, their gradients leave. Tasks of a wave run side by side, or where they have a rank in common one
+    after the other, in this order. `sequential_ms`: all tasks one after the other, no tower on ranks of its own.
 
     `rank_bytes`: what each rank holds at its fullest, of which `optimizer_bytes` are the optimizer's; () where nobody
-    asked. `in_turns`: weights of tasks take the same memory one after the other.
+    asked. `in_turns`: weights of tasks take the same memory one after the other. `needs_budget`: a run holds no more
+    only if it is told what it may hold.
     """
 
     devices: int
@@ -54,10 +55,11 @@ class RunPlan:
     rank_bytes: tuple[float, ...] = ()
     optimizer_bytes: float = 0.0
     in_turns: bool = False
+    needs_budget: bool = False
 
     @property
     def ms(self) -> float:
-        return self.moved_ms + sum(max(run.option.ms for run in wave) for wave in self.waves)
+        return self.moved_ms + sum(_makespan(wave) for wave in self.waves)
 
     @property
     def moved_ms(self) -> float:
@@ -68,6 +70,27 @@ class RunPlan:
     def runs(self) -> tuple[TaskRun, ...]:
         """In the order in which a run has to be given the tasks."""
         return tuple(run for wave in self.waves for run in wave)
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Of each of `runs`, how many it waits for one after the other."""
+        found: list[int] = []
+        for wave in self.waves:
+            first = max(found, default=-1) + 1
+            on_rank: dict[int, int] = {}
+            for run in wave:
+                level = max((on_rank[rank] + 1 for rank in run.ranks if rank in on_rank), default=first)
+                found.append(level)
+                on_rank |= dict.fromkeys(run.ranks, level)
+        return tuple(found)
+
+
+def _makespan(wave: Sequence[TaskRun]) -> float:
+    free: dict[int, float] = {}
+    for run in wave:
+        end = max(free.get(rank, 0.0) for rank in run.ranks) + run.option.ms
+        free |= dict.fromkeys(run.ranks, end)
+    return max(free.values())
 
 
 def plan_runs(
@@ -80,10 +103,10 @@ def plan_runs(
     Exact for up to MOST_TASKS tasks and 64 ranks; of more tasks those of similar times run side by side, and more ranks
     are counted in units. Equal arguments give equal plans.
     """
-    best: RunPlan | None = _Waves(options, devices).plan(sequential_ms)
-    if needed_bytes(best.runs) <= room_bytes:
-        return best
-    best = None
+    free = _Waves(options, devices).plan(sequential_ms)
+    if needed_bytes(free.runs) <= room_bytes:
+        return free
+    best: RunPlan | None = None
     for most in _held(options, room_bytes):
         fitting = {
             name: [one for one in mine if one.held_bytes <= most and one.active_bytes <= room_bytes - most]
@@ -108,10 +131,8 @@ def least_bytes(options: Mapping[str, Sequence[Option]]) -> tuple[float, tuple[s
     least = max(min(one.held_bytes for one in mine) for mine in options.values())
     found: list[tuple[float, tuple[str, Option], tuple[str, Option]]] = []
     for most in sorted({one.held_bytes for mine in options.values() for one in mine if one.held_bytes >= least}):
-        chosen = [
-            (name, min((one for one in mine if one.held_bytes <= most), key=lambda one: (one.active_bytes, one.strategy)))
-            for name, mine in options.items()
-        ]
+        fitting = {name: [one for one in mine if one.held_bytes <= most] for name, mine in options.items()}
+        chosen = [(name, min(mine, key=lambda one: (one.active_bytes, one.strategy))) for name, mine in fitting.items()]
         holds = max(chosen, key=lambda one: one[1].held_bytes)
         active = max(chosen, key=lambda one: one[1].active_bytes)
         found.append((holds[1].held_bytes + active[1].active_bytes, holds, active))
@@ -131,13 +152,15 @@ class _Waves:
     """The ways to put tasks side by side. A wave takes as long as its slowest task, and what all of them move."""
 
     def __init__(self, options: Mapping[str, Sequence[Option]], devices: int) -> None:
-        self.devices, self.unit = devices, -(-devices // _UNITS)
+        self.devices, self.unit = devices, 1  # ranks; widths are powers of two
+        while devices > self.unit * _UNITS:
+            self.unit *= 2
         self.names = list(options)
         self.all_subsets = len(self.names) <= MOST_TASKS
         if not self.all_subsets:
             least = {name: min(one.ms for one in options[name]) for name in self.names}
             self.names.sort(key=lambda name: (-least[name], name))
-        self.options = [_best(options[name]) for name in self.names]
+        self.options = [undominated(options[name]) for name in self.names]
         self.limits = sorted({one.ms for mine in self.options for one in mine})
 
     def plan(self, sequential_ms: float) -> RunPlan:
@@ -156,12 +179,8 @@ class _Waves:
 
     def _waves(self) -> Iterator[tuple[int, tuple[float, float]]]:
         """By tasks that fit side by side, as bits: (ms, those of the slowest task) of the shortest wave."""
-        room = self.devices // self.unit + 1
-        limits = np.array(self.limits)
-        moved = [
-            [(width, _column(mine, width, self.unit, limits)) for width in _units(mine, self.unit)]
-            for mine in self.options
-        ]
+        room, limits = self.devices // self.unit + 1, np.array(self.limits)
+        moved = [self._columns(mine, limits) for mine in self.options]
 
         def with_more(bits: int, table: np.ndarray, last: int) -> Iterator[tuple[int, tuple[float, float]]]:
             behind = len(self.names) if self.all_subsets or not bits else min(last + 2, len(self.names))
@@ -179,6 +198,17 @@ class _Waves:
         nothing = np.full((len(limits), room), np.inf)
         nothing[:, 0] = 0.0
         yield from with_more(0, nothing, -1)
+
+    def _columns(self, options: Sequence[Option], limits: np.ndarray) -> list[tuple[int, np.ndarray]]:
+        """By units of ranks: [limits] the least ms of moving of an option that takes no longer; inf for none."""
+        whole = self.devices // self.unit
+        units = [whole if one.width == self.devices else -(-one.width // self.unit) for one in options]
+        found = []
+        for width in sorted(set(units)):
+            mine = [one for one, units_of in zip(options, units, strict=True) if units_of == width]
+            least = [min((one.moved_ms for one in mine if one.ms <= limit), default=np.inf) for limit in limits]
+            found.append((width, np.array(least)))
+        return found
 
     def _placed(self, wave: int, limit_ms: float) -> tuple[TaskRun, ...]:
         """Tasks of a wave, none slower than that, with the least moving; of equal ones on the fewest ranks."""
@@ -200,23 +230,13 @@ class _Waves:
         return tuple(runs)
 
 
-def _best(options: Sequence[Option]) -> list[Option]:
+def undominated(options: Sequence[Option]) -> list[Option]:
     """Without those of which another one, on as many ranks or fewer, is no slower and moves no longer."""
     kept: list[Option] = []
     for one in sorted(options, key=lambda one: (one.width, one.ms, one.moved_ms, one.strategy)):
         if not any(other.ms <= one.ms and other.moved_ms <= one.moved_ms for other in kept):
             kept.append(one)
     return kept
-
-
-def _units(options: Sequence[Option], unit: int) -> list[int]:
-    return sorted({-(-one.width // unit) for one in options})
-
-
-def _column(options: Sequence[Option], width: int, unit: int, limits: np.ndarray) -> np.ndarray:
-    """[limits] the least ms of moving of an option on so many units of ranks that takes no longer; inf for none."""
-    mine = [one for one in options if -(-one.width // unit) == width]
-    return np.array([min((one.moved_ms for one in mine if one.ms <= limit), default=np.inf) for limit in limits])
 
 
 def _subsets(count: int) -> Iterator[tuple[int, int]]:

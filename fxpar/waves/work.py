@@ -77,7 +77,8 @@ class MetaOp:
 @dataclass(frozen=True)
 class Devices:
     """`count` devices, `per_node` to a node, that send so many GB/s each within a node and to others; each holds
-    `memory_bytes`, of which `held_bytes` are taken whatever the plan is. Raises TaskGraphError for a value that cannot be.
+    `memory_bytes`, of which `held_bytes` are taken whatever the plan is. Raises TaskGraphError for a value that cannot
+    be.
     """
 
     count: int

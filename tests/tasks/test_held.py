@@ -12,7 +12,8 @@ from fxpar.store import SwitchSchedule, home_layout, memory_report, specs_of, wi
 from fxpar.switch import layout_of
 from fxpar.switch.node_first import cheapest_reduction
 from fxpar.switch.terms import gradient_placements
-from fxpar.tasks.held import STAGING_BYTES, Held, Home
+from fxpar.tasks.held import STAGING_BYTES, Held, Home, on_rank
+from fxpar.tasks.runs import rank_bytes
 from tests.tasks.towers import step
 
 CLUSTER = ClusterSpec(2, 2, 100.0, 10.0, 10.0, device=Device(10.0, 1000.0, 4.0))
@@ -38,7 +39,9 @@ def test_moving_takes_what_the_runtime_predicts(programs):
     held = [Held.of(one) for one in tasks.values()]
     specs = specs_of(tasks.values())
     home = home_layout(specs, 4)
-    schedule = SwitchSchedule({n: layout_of(p, n) for n, p in tasks.items()}, wire_layout(home, specs), tuple(tasks), CLUSTER)
+    schedule = SwitchSchedule(
+        {n: layout_of(p, n) for n, p in tasks.items()}, wire_layout(home, specs), tuple(tasks), CLUSTER
+    )
     expected = []
     for number, (name, program) in enumerate(tasks.items()):
         gradients = gradient_placements(program)
@@ -65,3 +68,26 @@ def test_ranks_begin_anywhere(programs):
     assert held.meshes[0].ranks == (2, 3)
     assert all(one.dist.mesh.ranks == (2, 3) for terms in held.gradients.values() for one in terms)
     assert held.held_bytes == Held.of(programs["cp2"]).held_bytes
+
+
+def test_weights_that_lie_alike_are_held_once_and_others_may_take_turns(programs):
+    """`dp4` and `dp2.cp2` have all weights on each rank, ranks 0 and 1 have those of a third task cut."""
+    whole, alike = Held.of(programs["dp4"]), Held.of(programs["dp2.cp2"])
+    cut = Held.of(lower(step("text").logical, "tp2+sp", for_store=True))
+    home = Home.of([whole], CLUSTER, 4)
+    weights, sums = (sum(on_rank(one, 0).values()) for one in (whole.weights, whole.sums))
+    mine, of_it = (sum(on_rank(one, 0).values()) for one in (cut.weights, cut.sums))
+    known = on_rank(whole.weights, 0)  # norms are not cut
+    more = sum(size for piece, size in on_rank(cut.weights, 0).items() if piece not in known)
+    assert 0 < more < mine
+    active = max(whole.active_bytes, cut.active_bytes)
+
+    def held(waves, stay):
+        return [one - home.nbytes for one in rank_bytes(waves, home, stay)]
+
+    assert held([[whole], [alike]], True)[0] == weights + sums + max(whole.active_bytes, alike.active_bytes)
+    assert (
+        held([[whole], [cut]], True) == [weights + more + sums + active] * 2 + [weights + sums + whole.active_bytes] * 2
+    )
+    assert held([[whole], [cut]], False)[0] == max(weights, mine) + max(sums, of_it) + active
+    assert held([[whole, cut]], True)[0] == weights + more + sums + of_it + active  # their gradients leave together

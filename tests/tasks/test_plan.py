@@ -15,8 +15,10 @@ from fxpar.ir.node_meta import fqn_of
 from fxpar.lowering import lower
 from fxpar.tasks import TaskStep, captured, plan_tasks
 from fxpar.tasks.contract import contract
+from fxpar.tasks.held import Home
 from fxpar.tasks.plan import devices_of
-from fxpar.tasks.times import costs_of, shares_of, widths_of
+from fxpar.tasks.runs import planned_runs
+from fxpar.tasks.times import costs_of, shares_of, task_graph, widths_of
 from tests.runtime.test_pipeline_towers import Two
 from tests.tasks.towers import step
 
@@ -24,8 +26,20 @@ CLUSTER = usual_cluster(2)
 
 
 @pytest.fixture(scope="module")
-def planned():
-    return plan_tasks({"caption": step("caption"), "text": step("text")}, CLUSTER)
+def tasks():
+    return {"caption": step("caption"), "text": step("text")}
+
+
+@pytest.fixture(scope="module")
+def graph(tasks):
+    return task_graph(tasks, contract(tasks), CLUSTER, 2)
+
+
+@pytest.fixture(scope="module")
+def planned(tasks, graph):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fxpar.tasks.plan.task_graph", lambda *_: graph)  # lowered once for all tests
+        return plan_tasks(tasks, CLUSTER)
 
 
 def test_times_of_metaops_add_up_to_those_of_programs(planned):
@@ -123,17 +137,18 @@ def test_weights_that_come_and_gradients_that_leave_are_part_of_a_step(planned):
     assert planned.plan.step.reductions
 
 
-def test_what_does_not_fit_is_placed_otherwise_or_refused():
-    """On one rank all weights, or those of one task at a time; with less memory than that, what would do."""
-    tasks = {"caption": step("caption"), "text": step("text")}
-    most = plan_tasks(tasks, CLUSTER, 2).runs
-    (all_of_it,) = set(most.rank_bytes)
-    assert not most.in_turns
-    turns = plan_tasks(tasks, CLUSTER, 2, memory_bytes=all_of_it - 1).runs
-    assert max(turns.rank_bytes) < all_of_it
-    with pytest.raises(RunMemoryError, match=r"fit on 2 devices of 1.0 kB: the least choice takes 1MB") as found:
-        plan_tasks(tasks, CLUSTER, 2, memory_bytes=1000)
-    assert "masters, gradients, optimizer states and messages" in str(found.value)
-    assert plan_tasks(tasks, CLUSTER, 2, memory_bytes=1e6).memory_bytes == 1e6
-    budget = plan_tasks(tasks, CLUSTER, 2, budget_bytes=all_of_it - most.optimizer_bytes)
-    assert budget.memory_bytes == all_of_it
+def test_what_does_not_fit_is_placed_otherwise_or_refused(tasks, graph):
+    """Slower layouts that cut weights take less; with less memory than those, it is said what would do."""
+    found, (_, _, layouts) = contract(tasks), graph
+    home = Home.of([layouts[name][0].held for name in tasks], CLUSTER, 2)
+    free = planned_runs(tasks, found, layouts, home)
+    assert not free.needs_budget
+    small = planned_runs(tasks, found, layouts, home, max(free.rank_bytes) - 1)
+    assert small.needs_budget
+    assert max(small.rank_bytes) < max(free.rank_bytes)
+    assert small.ms > free.ms
+    assert any("tp2" in run.option.strategy for run in small.runs)
+    with pytest.raises(RunMemoryError, match=r"fit on 2 devices of 1.0 kB: the least choice takes 1MB") as told:
+        planned_runs(tasks, found, layouts, home, 1000, has_budget=True)
+    assert "masters, gradients, optimizer states and messages" in str(told.value)
+    assert planned_runs(tasks, found, layouts, home, 1e6, has_budget=True).needs_budget

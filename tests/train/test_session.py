@@ -141,7 +141,10 @@ def check_report(path):
     assert [group["strategy"] for group in step["groups"]] == data["strategies"]
     predicted, measured = step["timelines"]
     for timeline in (predicted, measured):
-        ran = {lane: {span[2] for span in timeline["spans"] if span[1] == "micro_batch" and span[0] == lane} for lane in (0, 1)}
+        ran = {
+            lane: {span[2] for span in timeline["spans"] if span[1] == "micro_batch" and span[0] == lane}
+            for lane in (0, 1)
+        }
         assert [lane["replicas"] for lane in timeline["lanes"]] == [[-1, 0], [0, 1]]
         assert ran == {0: {1}, 1: {0, 1}}
     assert data["sections"]["memory"]["by_strategy"]["rows: dp1"]["ranks"][0]["ranks"] == [1, 1]

@@ -5,18 +5,25 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpar.waves.runs import MOST_TASKS, Option, least_bytes, needed_bytes, plan_runs
+from tests.repeat import examples
 
 DEVICES = 4
 sizes = st.integers(0, 9).map(float)
 option = st.builds(
-    Option, st.integers(1, DEVICES), st.integers(1, 30).map(float), st.just("dp1"), moved_ms=sizes, held_bytes=sizes, active_bytes=sizes
+    Option,
+    st.integers(1, DEVICES),
+    st.integers(1, 30).map(float),
+    st.just("dp1"),
+    moved_ms=sizes,
+    held_bytes=sizes,
+    active_bytes=sizes,
 )
 tasks = st.lists(
-    st.lists(option, min_size=1, max_size=4),
+    st.lists(option, min_size=1, max_size=3),
     min_size=1,
     max_size=3,
 ).map(lambda found: {f"task {i}": one for i, one in enumerate(found)})
@@ -37,6 +44,7 @@ def least_ms(options, room=float("inf")):
 
 
 @given(tasks)
+@settings(max_examples=examples(40), deadline=None)
 def test_no_other_waves_are_shorter(options):
     plan = plan_runs(options, DEVICES, 1.0)
     assert plan.ms == pytest.approx(least_ms(options))
@@ -49,6 +57,7 @@ def test_no_other_waves_are_shorter(options):
 
 
 @given(tasks, st.integers(0, 20).map(float))
+@settings(max_examples=examples(40), deadline=None)
 def test_no_other_waves_with_as_much_room_are_shorter(options, room):
     plan, least = plan_runs(options, DEVICES, 1.0, room), least_ms(options, room)
     if plan is None:
@@ -63,7 +72,7 @@ def test_no_other_waves_with_as_much_room_are_shorter(options, room):
 
 
 def test_more_ranks_than_units_are_counted_in_units():
-    """Three tasks beside each other on 192 ranks, three to a unit."""
+    """Three tasks beside each other on 192 ranks, four to a unit."""
     options = {f"{i}": [Option(width, 128.0 / width + i, f"dp{width}") for width in (1, 2, 64, 128)] for i in range(3)}
     plan = plan_runs(options, 192, 0.0)
     assert [[len(run.ranks) for run in wave] for wave in plan.waves] == [[64, 64, 64]]
