@@ -42,7 +42,7 @@ def test_a_run_has_what_is_chosen(text):
 
 
 def test_what_cannot_be_chosen_is_told_before_ranks_start(text, tmp_path):
-    (tmp_path / "run.toml").write_text(text.replace("ranks = 2", "ranks = 2\n[engine]\nmemory_budget_bytes = 10"))
-    status, _, err = fxpar("train", str(tmp_path / "run.toml"))
+    (tmp_path / "run.toml").write_text(text)
+    status, _, err = fxpar("train", str(tmp_path / "run.toml"), "--set", "engine.memory_budget_bytes=10")
     assert status == 1
     assert "no strategies of the tasks fit on 2 devices of" in err

@@ -194,10 +194,10 @@ def test_groups_of_a_wave_run_at_the_same_time():
     first, second = (at_offset("dp2", offset, rows) for offset, rows in ((0, [[100], [100]]), (2, [[50], [50]])))
     last = planned("dp4+zero2", [[64]], [[64]], [[64]], [[64]])
     step = predict_step([first, second, last], 4, waves=(2, 1))
-    assert [lane.replicas for lane in step.lanes] == [(0, -1, 0), (1, -1, 1), (-1, 0, 2), (-1, 1, 3)]
+    assert [(lane.ranks, lane.replicas) for lane in step.lanes] == [((0, 1), (0, -1, 0)), ((2, 3), (-1, 0, 2))]
     spans = {n: [s for s in step.spans if s.group == n and s.kind == "micro_batch"] for n in range(3)}
     (long,), (short,), (after,) = ({(s.start_ms, s.end_ms) for s in spans[n]} for n in range(3))
-    assert [sorted(s.lane for s in spans[n]) for n in range(2)] == [[0, 1], [2, 3]]
+    assert [[s.lane for s in spans[n]] for n in range(2)] == [[0], [1]]
     assert long[0] == pytest.approx(short[0])
     assert long[0] >= 2 * 0.5  # weights of both tasks come before
     assert after[0] >= long[1] + 2 * 0.25 + 0.5
@@ -205,6 +205,18 @@ def test_groups_of_a_wave_run_at_the_same_time():
     assert step.group_ms(1)["switch"] == pytest.approx(0.5)
     whole = predict_step([first, second, last], 4)  # one after the other
     assert step.end_ms < whole.end_ms
+
+
+def test_of_a_wave_a_group_waits_for_its_own_ranks():
+    """The third one begins when the second one has ended, on the ranks of both; the first one goes on beside it."""
+    long, short = at_offset("dp2", 0, [[400], [400]]), at_offset("dp2", 2, [[50], [50]])
+    step = predict_step([long, short, short], 4, waves=(3,))
+    (first,), (second,), (third,) = (
+        {(s.start_ms, s.end_ms) for s in step.spans if s.group == n and s.kind == "micro_batch"} for n in range(3)
+    )
+    assert second[0] == pytest.approx(first[0])
+    assert second[1] <= third[0] < first[1]
+    assert [lane.replicas for lane in step.lanes] == [(0, -1, -1), (-1, 0, 0)]
 
 
 def at_offset(strategy, offset, replicas):
