@@ -218,7 +218,7 @@ def _show_runs(plan: RunPlan, free: WavePlan, memory_bytes: float) -> None:
             ranges(run.ranks),
             run.option.strategy,
             f"{run.option.ms:.1f}",
-            f"{run.option.moved_ms:.1f}",
+            f"{run.option.moved_ms:.2f}",
         )
         for run, level in zip(plan.runs, plan.levels, strict=True)
     ]
