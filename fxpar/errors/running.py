@@ -95,8 +95,8 @@ class StaleOptimizerError(FxparError):
 
     def __init__(self, optimizer: str, fqn: str) -> None:
         super().__init__(
-            f"this {optimizer} was made before fxpar.parallelize, which replaced the model's parameters by sharded ones: "
-            f"it holds the old {fqn}, so its steps do not train the model. Make the optimizer after parallelize: "
+            f"this {optimizer} was made before fxpar.parallelize, which replaced the model's parameters by sharded "
+            f"ones: it holds the old {fqn}, so its steps do not train the model. Make the optimizer after parallelize: "
             f"{optimizer}(model.parameters(), ...)"
         )
 

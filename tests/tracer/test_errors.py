@@ -164,7 +164,7 @@ def test_a_model_that_is_wrapped_or_lazy():
         errors.WrappedModelError, match=r"^module '0' of the model is wrapped in DataParallel.*\.module"
     ):
         capture(inside, sum_loss, X)
-    with pytest.raises(errors.WrappedModelError, match="^the model is wrapped in DataParallel"):
+    with pytest.raises(errors.WrappedModelError, match=r"^the model is wrapped in DataParallel"):
         capture(inside[0], sum_loss, X)
     with pytest.raises(errors.LazyParameterError, match=r"^'1\.weight' has no shape yet.*Call the model once"):
         capture(nn.Sequential(nn.Linear(8, 4), nn.LazyLinear(4)), sum_loss, X)
