@@ -14,11 +14,12 @@ from fxpar.ir.mesh import Mesh
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.memory import predict_memory, steady_micro_batches
 from fxpar.memory.state import bytes_at_home
-from fxpar.store import SwitchSchedule, home_layout, wire_layout
+from fxpar.store import home_layout, wire_layout
 from fxpar.store.home import ParamSpec
 from fxpar.switch import ParamLayout, layout_of
 from fxpar.switch.layout import PlacedParam
 from fxpar.switch.node_first import cheapest_cost, room_for_sums
+from fxpar.switch.order import SwitchSchedule
 from fxpar.switch.terms import GradientPlacement, gradient_placements, without_partial
 
 STAGING_BYTES = 64 << 20  # as in `parallelize`
@@ -150,7 +151,9 @@ class Home:
         those before it help, if they `stay`.
         """
         layouts = {str(i): ParamLayout(str(i), self.masters.world, one.weights) for i, one in enumerate(tasks)}
-        schedule = SwitchSchedule(layouts, self.wire, tuple(layouts) if stay else (), self.cluster)
+        schedule = SwitchSchedule(
+            layouts, self.wire, self.cluster, resident=tuple(layouts) if stay else (), priced_only=True
+        )
         found: list[float] = []
         visited: list[str] = []
         for name, one in zip(layouts, tasks, strict=True):
