@@ -85,7 +85,8 @@ def lower(
 
     Raises NotCapturedError, StrategySyntaxError, NotYetError, OverrideError, RematGlobError, RematBudgetError,
     NothingToOffloadError, GivenPassesError, RuleGlobError, RuleConflictError, RuleHeadsError, BinsError, TeamsBufferError,
-    TeamsGatherError, PassContractError for what is no pass, the errors of `fxpar.stages.cut_stages`; VerifyError for a bug in a pass.
+    TeamsGatherError, PassContractError for what is no pass, the errors of `fxpar.stages.cut_stages`; VerifyError for a
+    bug in a pass.
     """
     check_captured(logical)
     strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
