@@ -8,9 +8,10 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.device import Device
 from fxpar.lowering import lower
 from fxpar.memory import predict_memory
-from fxpar.store import SwitchSchedule, home_layout, memory_report, specs_of, wire_layout
+from fxpar.store import home_layout, memory_report, specs_of, wire_layout
 from fxpar.switch import layout_of
 from fxpar.switch.node_first import cheapest_reduction
+from fxpar.switch.order import SwitchSchedule
 from fxpar.switch.terms import gradient_placements
 from fxpar.tasks.held import STAGING_BYTES, Held, Home, on_rank
 from fxpar.tasks.runs import rank_bytes
@@ -40,7 +41,7 @@ def test_moving_takes_what_the_runtime_predicts(programs):
     specs = specs_of(tasks.values())
     home = home_layout(specs, 4)
     schedule = SwitchSchedule(
-        {n: layout_of(p, n) for n, p in tasks.items()}, wire_layout(home, specs), tuple(tasks), CLUSTER
+        {n: layout_of(p, n) for n, p in tasks.items()}, wire_layout(home, specs), CLUSTER, resident=tuple(tasks)
     )
     expected = []
     for number, (name, program) in enumerate(tasks.items()):
