@@ -58,7 +58,7 @@ class LowerAlike:
             for one in (graph, other):
                 if one is not None:
                     climb(one, self._behind[at:], verified=False)
-        return other and self._finished(other), self._finished(graph)
+        return None if other is None else self._finished(other), self._finished(graph)
 
     def _finished(self, graph: AnnotatedGraph) -> ExecGraph:
         return finished(self.logical, split_phases(graph), self.passes)

@@ -88,21 +88,13 @@ def is_same_program(one: TrainGraph, other: TrainGraph) -> bool:
     if not (isinstance(one, ExecGraph) and isinstance(other, ExecGraph)):
         return False
     said = [
-        (
-            p.inputs,
-            p.outputs,
-            p.stored_inputs,
-            p.stored_outputs,
-            p.dims,
-            p.divisors,
-            p.padding_hazard,
-            p.spread,
-            p.notes,
-        )
+        (p.inputs, p.outputs, p.stored_inputs, p.stored_outputs, p.dims, p.divisors, p.padding_hazard, p.spread)
         for p in (one, other)
     ]
+    if said[0] != said[1] or one.notes != other.notes:
+        return False
     pairs = zip(one.parts.values(), other.parts.values(), strict=True)
-    return said[0] == said[1] and all(a.sources == b.sources and are_same_nodes(a.graph, b.graph) for a, b in pairs)
+    return all(a.sources == b.sources and are_same_nodes(a.graph, b.graph) for a, b in pairs)
 
 
 @dataclass
