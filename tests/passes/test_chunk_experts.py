@@ -28,8 +28,8 @@ from tests.repeat import thinned
 aten, own = torch.ops.aten, torch.ops.fxpar
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 GRADIENTS = [
-    ("usual", 2, "dp2.ep2+zero3+ep_chunks(2)"),
-    ("usual", 2, "ep2.tp2+sp+remat+ep_chunks(3)"),
+    ("usual", 2, "dp2.ep2+zero3+ep_chunks(3)"),
+    ("usual", 2, "ep2.tp2+sp+remat+ep_chunks(2)"),
     ("usual", 2, "ep2.pp2+cut(layers.0.experts)+ep_chunks(2)"),
     ("usual", 2, "cp2[*.experts: ep2+ep_chunks(8)]"),  # of 7 and 5 tokens
     ("usual", 2, "tp4+sp+capacity(4)[*.experts: ep2.tp2+ep_chunks(2)]"),
