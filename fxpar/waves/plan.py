@@ -83,7 +83,7 @@ def plan_waves(graph: TaskGraph, devices: Devices, *, effort: int = EFFORT) -> W
     problem = Problem(graph, devices)
     bound = relaxed(graph, problem.curves, devices.count)
     found: dict[str, tuple[list[Placed], Step]] = {}
-    for name, order in _orders(problem, bound, effort):
+    for name, order in _both_ways(problem, _orders(problem, bound, effort)):
         placed = Placer(problem, order).place()
         if placed is not None:
             found[name] = placed, step_of(problem, placed)
@@ -95,6 +95,14 @@ def plan_waves(graph: TaskGraph, devices: Devices, *, effort: int = EFFORT) -> W
     sequential += found[_SEQUENTIAL][1].exposed_ms if _SEQUENTIAL in found else 0.0
     spindle_ms = found[_WAVES][1].ms if _WAVES in found else math.inf
     return WavePlan(graph, devices, tuple(placed), step, bound.bound_ms, spindle_ms, sequential, best)
+
+
+def _both_ways(problem: Problem, orders: Iterator[tuple[str, list[Piece]]]) -> Iterator[tuple[str, list[Piece]]]:
+    """Where nobody reads from another also each order turned around: it decides whose gradients are added up last."""
+    for name, order in orders:
+        yield name, order
+        if not problem.graph.edges:
+            yield f"{name}, turned around", order[::-1]
 
 
 def _orders(problem: Problem, bound: Relaxed, effort: int) -> Iterator[tuple[str, list[Piece]]]:

@@ -29,13 +29,13 @@ class Reduction:
 
 
 def all_reduce_ms(devices: Devices, holders: Sequence[int], nbytes: float) -> float:
-    """What adding up so many bytes on each holder takes: by rings within nodes, between which each device of a node has
-    a share of the bytes (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002; by nodes first).
+    """What adding up so many bytes on each holder takes: by rings within nodes, between which a node sends its sum over
+    the links of all of its devices (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002; by nodes first).
     """
     on_node = Counter(one // devices.per_node for one in holders)
-    most, fewest, nodes = max(on_node.values()), min(on_node.values()), len(on_node)
-    within, between = (most - 1) / most, (nodes - 1) / nodes / fewest
-    return 2 * nbytes * (within * devices.ms_per_byte(True) + between * devices.ms_per_byte(False))
+    most, nodes = max(on_node.values()), len(on_node)
+    between = devices.ms_per_byte(False) / min(devices.per_node, devices.count)
+    return 2 * nbytes * ((most - 1) / most * devices.ms_per_byte(True) + (nodes - 1) / nodes * between)
 
 
 def reductions(
@@ -44,8 +44,9 @@ def reductions(
     """Of all weights that several devices hold, in the order in which they begin. `backwards`: when the backward of
     each piece (its place) computes.
 
-    A layer's gradients are added up as soon as the last backward of the step that makes one has left the layer, over
-    links that carry one reduction at a time; what devices compute meanwhile takes no longer. (Parameter groups by the
+    A layer's gradients are added up as soon as the last backward of the step that makes one has left the layer. Links
+    of a device within its node, and those of a node to others, carry one reduction at a time; what devices compute
+    meanwhile takes no longer. (Parameter groups by the
     devices that use them: Spindle, arXiv 2409.03365, section 3.6.)
     """
     sharing: dict[str, list[int]] = defaultdict(list)
@@ -64,14 +65,21 @@ def reductions(
                 )
                 each = all_reduce_ms(problem.devices, holders, nbytes)
                 waiting.append((ready, weights, first, Reduction(weights, first, last, holders, ready, done), each))
-    free, found = np.zeros(problem.devices.count), []
+    links, found = np.zeros(problem.devices.count + problem.devices.nodes), []  # when each is free
     for ready, _, _, one, each in sorted(waiting, key=lambda wait: wait[:3]):
-        start = max(ready, float(free[list(one.devices)].max()))
+        mine = _links(problem.devices, one.devices)
+        start = max(ready, float(links[mine].max()))
         # Layers become ready evenly: they wait for the links from the first on, or the last one waits for nobody.
         end = max(start + (one.last - one.first) * each, one.end_ms + each)
-        free[list(one.devices)] = end
+        links[mine] = end
         found.append(Reduction(one.weights, one.first, one.last, one.devices, start, end))
     return tuple(found)
+
+
+def _links(devices: Devices, holders: Sequence[int]) -> list[int]:
+    """Places of devices, and behind them of their nodes, if there are several."""
+    nodes = {one // devices.per_node for one in holders}
+    return [*holders, *(devices.count + node for node in nodes if len(nodes) > 1)]
 
 
 def _left_ms(piece: Placed, layer: int, begin_ms: float, end_ms: float) -> float:

@@ -20,9 +20,9 @@ MB = 1e6
         ((3,), 0.0),
         ((0, 1), 1.0),  # each sends half of it, twice
         ((0, 1, 2, 3), 1.5),
-        ((0, 4), 10.0),
-        ((0, 1, 4, 5), 1.0 + 5.0),  # half of it by each device of a node
-        ((0, 1, 4), 1.0 + 10.0),  # one device of the second node has all of it
+        ((0, 4), 2.5),  # over the links of four devices
+        ((0, 1, 4, 5), 1.0 + 2.5),
+        ((0, 1, 4), 1.0 + 2.5),
     ],
 )
 def test_rings_within_nodes_and_between_them(holders, ms):
@@ -63,3 +63,17 @@ def test_reductions_on_the_same_links_follow_each_other():
     first, second = step.reductions
     assert (first.end_ms, second.end_ms) == pytest.approx((first.start_ms + 3, first.end_ms + 3))
     assert step.ms == pytest.approx(second.end_ms)
+
+
+def test_a_node_sends_one_sum_at_a_time_to_others():
+    """On other devices of the same two nodes; within a node they would not wait for each other."""
+    ops = tuple(MetaOp(name, 1, {2: 3.0}, state_bytes=1.0, gradient_bytes=400 * MB) for name in "ab")
+
+    def reductions(*where: tuple[int, int]):
+        placed = [Placed(m, 0, 1, devices, ()) for m, devices in enumerate(where)]
+        return step_of(Problem(TaskGraph(ops), Devices(4, 2, **LINKS)), placed).reductions
+
+    first, second = reductions((0, 2), (1, 3))
+    assert (first.end_ms - first.start_ms, second.start_ms) == pytest.approx((20, first.end_ms))
+    first, second = reductions((0, 1), (2, 3))
+    assert first.start_ms == second.start_ms
