@@ -22,7 +22,7 @@ from fxpar.ir.columns import folded
 from fxpar.ir.pass_names import BUILTIN, LADDER, PASSES
 
 _CLASS = re.compile(r"^class (\w+).*?(?=^\S|\Z)", re.MULTILINE | re.DOTALL)  # with its body
-_TIER = re.compile(r"^    tier\b", re.MULTILINE)
+_TIER = re.compile(r"^    tier\b.*=", re.MULTILINE)  # a protocol only says that there is one
 _DOC = re.compile(r"\s*(?:class [^\n]*:\s+)?\"\"\"(.*?)(?:\"\"\"|\n)")  # its first line
 
 
