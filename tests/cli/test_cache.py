@@ -226,6 +226,7 @@ def test_a_prediction_of_memory_is_kept(captures, monkeypatch, strategy):
         ("explain", "mlp", "-s", "tp2"),
         ("viz", "mlp", "-s", "tp2,dp2", "-o", "-"),
         ("diff", "mlp", "-s", "tp2", "-s", "dp2"),
+        ("dump", "mlp", "-s", "tp2"),
     ],
 )
 def test_an_answer_is_kept(captures, monkeypatch, words):
