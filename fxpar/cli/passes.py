@@ -127,9 +127,11 @@ def _place_of(name: str) -> tuple[Path | None, str]:
 
 def _sets(line: ast.stmt, name: str) -> bool:
     """Whether the line of a class body gives the attribute."""
-    targets = line.targets if isinstance(line, ast.Assign) else [line.target] if isinstance(line, ast.AnnAssign) else []
-    if isinstance(line, ast.AnnAssign) and line.value is None:  # a protocol says that there is one
-        return False
+    targets: list[ast.expr] = []
+    if isinstance(line, ast.Assign):
+        targets = line.targets
+    elif isinstance(line, ast.AnnAssign) and line.value is not None:  # a protocol only says that there is one
+        targets = [line.target]
     return any(isinstance(target, ast.Name) and target.id == name for target in targets)
 
 
