@@ -21,11 +21,12 @@ import torch
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.lowering import lower
 from fxpar.models import load
+from fxpar.search.published import LAYERS_32B, MODEL_32B
 from fxpar.switch import layout_of, plan_switch
 from fxpar.tracer import capture
 
 TARGET_S = 60.0
-SIZES = {"layers": "60", "dim": "6656", "heads": "64", "kv_heads": "64", "ffn": "17920", "vocab": "30592"}
+SIZES = {**MODEL_32B, "layers": str(LAYERS_32B)}
 STRATEGIES = ("dp1.pp2.tp16", "dp2.pp2.tp8", "dp4.pp2.tp4", "dp4.pp4.tp2", "dp8.pp1.tp4")
 CLUSTER = ClusterSpec(nodes=4, devices_per_node=8, intra_gb_per_s=200.0, inter_gb_per_s=25.0, latency_us=10.0)
 

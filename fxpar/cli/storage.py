@@ -22,7 +22,7 @@ from fxpar.passes.share_weights import BufferView, SharedStorage, ShareWeights
 def dump_storage(request: DumpRequest) -> None:
     """Do it. Raises what `outline` raises, UnequalWorldsError, UnknownRankError, DumpOptionError, NoModuleError."""
     if request.form in ("dot", "graph"):
-        raise DumpOptionError(f"--after {SHARING}", "is no graph", "Write text or --format json")
+        raise DumpOptionError(f"--after {SHARING}", "shows buffers, not a graph", "Write text or --format json")
     if request.pipeline_stage is not None or request.schedule:
         raise DumpOptionError(f"--after {SHARING}", "has no stages", "Leave out --stage and --schedule")
     strategies = strategies_of(request.source, request.strategy_texts)

@@ -220,7 +220,7 @@ def test_storage_behind_several_strategies():
         (("-s", "dp2,tp2", "--rank", "2"), "no rank 2: 'dp2' has ranks 0 to 1"),
         (("-s", "dp2,tp4"), "'dp2' has 2, 'tp4' has 4"),
         (("-s", "dp2", "--fqn", "nowhere"), "nowhere"),
-        (("-s", "dp2", "--format", "dot"), "share_weights is no graph. Write text"),
+        (("-s", "dp2", "--format", "dot"), "share_weights shows buffers, not a graph. Write text"),
         (("-s", "dp2", "--stage", "1"), "share_weights has no stages. Leave out --stage"),
     ],
 )
