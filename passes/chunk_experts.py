@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -32,9 +32,9 @@ from fxpar.flow import token_symbol
 from fxpar.flow.expert_groups import ExpertGroup, calls_on_copies, expert_groups, of_tokens, sources
 from fxpar.ir.dist_config import chunk as part_of
 from fxpar.ir.graph import AnnotatedGraph, Size, TensorMeta
-from fxpar.ir.node_meta import fqn_of, is_backward, is_size, local_meta, local_tensor
+from fxpar.ir.node_meta import dist_of, fqn_of, is_backward, is_size, local_meta, local_tensor, tensor_of
 from fxpar.ir.pass_base import Tier, ancestors
-from fxpar.ops.traits import BY_EXPERT
+from fxpar.ops.traits import BY_EXPERT, is_view
 from fxpar.rules.slots import Kinds, has_tokens, source_of_ids
 
 aten = torch.ops.aten
@@ -194,6 +194,8 @@ class _Cutter:
                 whole.meta[key] = node.meta[key]
         for reader in readers:
             reader.replace_input_with(node, whole)
+        if whole.target is aten._to_copy.default:
+            _round_once(self.graph, whole)
 
     def _sum(self, node: fx.Node, terms: Sequence[fx.Node]) -> fx.Node:
         meta, total = local_tensor(node), terms[0]
@@ -210,6 +212,28 @@ class _Cutter:
         made.kwargs = {"dtype": dtype}
         made.meta["tensor"] = made.meta["local"] = TensorMeta(local_tensor(value).shape, dtype)
         return made
+
+
+def _round_once(graph: fx.Graph, rounded: fx.Node) -> None:
+    """Of a sum that is cast to what its terms are, and behind views back, neither cast is needed."""
+    ways = [rounded]
+    while len(ways[-1].users) == 1 and is_view((user := next(iter(ways[-1].users))).target):
+        ways.append(user)
+    casts = list(ways[-1].users)
+    if any(cast.target is not aten._to_copy.default or cast.kwargs != {"dtype": _WIDE} for cast in casts):
+        return
+    (total,) = rounded.all_input_nodes
+    total.meta["dist"] = dist_of(rounded)
+    rounded.replace_all_uses_with(total)
+    for way in (total, *ways[1:]):
+        local, whole, dist = (replace(one(way), dtype=_WIDE) for one in (local_tensor, tensor_of, dist_of))
+        way.meta.update(local=local, tensor=whole, dist=dist)
+        if "dist_in" in way.meta:
+            way.meta["dist_in"] = tuple(replace(one, dtype=_WIDE) for one in way.meta["dist_in"])
+    for cast in casts:
+        cast.replace_all_uses_with(ways[-1] if len(ways) > 1 else total)
+    for node in (*casts, rounded):
+        graph.erase_node(node)
 
 
 def _move_up(values: Sequence[fx.Node], first: fx.Node) -> None:

@@ -30,7 +30,7 @@ from fxpar.ir.graph import TOKENS, LogicalGraph
 from fxpar.ir.node_meta import tensor_metas
 from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.lowering import lower
+from fxpar.lowering import check_captured, lower
 from fxpar.passes.compress_dispatch import without_loss
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.runtime.binding import bind_here
@@ -103,6 +103,7 @@ def check(
     far it is off itself. Raises LossyProgramError for a program of one, NothingToCheckError if the loss and all
     gradients of one device are 0.
     """
+    check_captured(logical)
     if compile == "inductor":
         torch.set_num_threads(1)  # ranks are forked, and a forked process has no thread pool
     floats = [t.dtype for t in params.values() if t.is_floating_point()]

@@ -22,7 +22,7 @@ from fxpar.ir.columns import folded
 from fxpar.ir.pass_names import BUILTIN, LADDER, PASSES
 
 _CLASS = re.compile(r"^class (\w+).*?(?=^\S|\Z)", re.MULTILINE | re.DOTALL)  # with its body
-_TIER = re.compile(r"^    tier\b", re.MULTILINE)
+_TIER = re.compile(r"^    tier\b.*=", re.MULTILINE)  # a protocol only says that there is one
 _DOC = re.compile(r"\s*(?:class [^\n]*:\s+)?\"\"\"(.*?)(?:\"\"\"|\n)")  # its first line
 
 
@@ -127,8 +127,11 @@ def _place_of(name: str) -> tuple[Path | None, str]:
 
 def _sets(line: ast.stmt, name: str) -> bool:
     """Whether the line of a class body gives the attribute."""
-    given = isinstance(line, ast.AnnAssign) and line.value is not None  # a protocol only says that there is one
-    targets = line.targets if isinstance(line, ast.Assign) else [line.target] if given else []
+    targets: list[ast.expr] = []
+    if isinstance(line, ast.Assign):
+        targets = line.targets
+    elif isinstance(line, ast.AnnAssign) and line.value is not None:  # a protocol only says that there is one
+        targets = [line.target]
     return any(isinstance(target, ast.Name) and target.id == name for target in targets)
 
 

@@ -94,8 +94,8 @@ def _missing(error: Any) -> str:
 
 def _no_such_option(error: Any) -> str:
     """With the option of this command that is nearest."""
-    given, known = error.option_name, _options(error)
-    hint = nearest(given, known) if given.startswith("--") else ""
+    given, known = error.option_name, [name.lstrip("-") for name in _options(error)]
+    hint = nearest(given.lstrip("-"), known).replace("'", "'--", 1) if given.startswith("--") else ""
     return f"{_path(error)} has no option {one_line(given)}{hint}"
 
 

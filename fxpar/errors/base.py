@@ -90,7 +90,7 @@ def nearest_name(pattern: str, names: Sequence[str]) -> str:
     return nearest(pattern, [*(sorted(ends) if "*" in pattern else ()), *names])
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the known word closest to `word`, or an empty string."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+def nearest(word: object, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the known word closest to `word`, or an empty string (also for what is no word)."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5) if isinstance(word, str) else ()
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -28,6 +28,24 @@ class BatchError(CaptureError):
         )
 
 
+class WrappedModelError(CaptureError):
+    """The model, or a module of it, is wrapped by DistributedDataParallel, DataParallel or FSDP."""
+
+    def __init__(self, wrapper: str, fqn: str) -> None:
+        what = f"module {fqn!r} of the model" if fqn else "the model"
+        super().__init__(
+            f"{what} is wrapped in {wrapper}, which exchanges gradients by itself. Pass the module inside, .module: "
+            "fxpar does what the wrapper did, under a strategy such as 'dp2' or 'dp2+zero3'"
+        )
+
+
+class LazyParameterError(CaptureError):
+    """A parameter or buffer of a lazy module (`nn.LazyLinear`) has no shape yet."""
+
+    def __init__(self, fqn: str) -> None:
+        super().__init__(f"{fqn!r} has no shape yet, as its module is lazy. Call the model once with a batch before")
+
+
 class MixedDtypesError(CaptureError):
     """A product of tensors of two dtypes, such as a batch and a model that were made in different ones."""
 

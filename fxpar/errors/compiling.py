@@ -15,6 +15,15 @@ class NotYetError(FxparError):
         super().__init__(f"{what} is not supported yet. {instead}")
 
 
+class NotCapturedError(FxparError):
+    """`lower` or `check` was given something else than a captured graph, such as the model itself."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} is no captured graph. Capture the model first: logical = fxpar.capture(model, loss_fn, batch)"
+        )
+
+
 class OverrideError(FxparError):
     """A placement override cannot be applied."""
 

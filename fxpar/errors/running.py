@@ -90,6 +90,17 @@ class ChangedParameterError(FxparError):
         )
 
 
+class StaleOptimizerError(FxparError):
+    """An optimizer that was made before `fxpar.parallelize` steps: it holds parameters that the model no longer has."""
+
+    def __init__(self, optimizer: str, fqn: str) -> None:
+        super().__init__(
+            f"this {optimizer} was made before fxpar.parallelize, which replaced the model's parameters by sharded "
+            f"ones: it holds the old {fqn}, so its steps do not train the model. Make the optimizer after parallelize: "
+            f"{optimizer}(model.parameters(), ...)"
+        )
+
+
 class GradientHookError(FxparError):
     """A parameter of a parallel module has a hook, but its gradient does not come from autograd."""
 

@@ -20,7 +20,8 @@ from fxpar.annotate.bins import check_bins
 from fxpar.annotate.experts import check_expert_chunks, check_experts
 from fxpar.annotate.module_rules import check_rules
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import GivenPassesError, NothingToOffloadError, NotYetError, VerifyError
+from fxpar.errors import GivenPassesError, NotCapturedError, NothingToOffloadError, NotYetError, VerifyError
+from fxpar.errors.base import a_type
 from fxpar.flow import padding_hazard
 from fxpar.ir.axes import RING
 from fxpar.ir.exec_graph import ExecGraph, Outline, Part, PlainGraph, Program, cut_part
@@ -82,10 +83,12 @@ def lower(
 
     A strategy with pp gives a `PipelineGraph`, teams side by side a `TeamsGraph`, any other an `ExecGraph`.
 
-    Raises StrategySyntaxError, NotYetError, OverrideError, RematGlobError, RematBudgetError, NothingToOffloadError,
-    GivenPassesError, RuleGlobError, RuleConflictError, RuleHeadsError, BinsError, TeamsBufferError, TeamsGatherError,
-    PassContractError for what is no pass, the errors of `fxpar.stages.cut_stages`; VerifyError for a bug in a pass.
+    Raises NotCapturedError, StrategySyntaxError, NotYetError, OverrideError, RematGlobError, RematBudgetError,
+    NothingToOffloadError, GivenPassesError, RuleGlobError, RuleConflictError, RuleHeadsError, BinsError,
+    TeamsBufferError, TeamsGatherError, PassContractError for what is no pass, the errors of `fxpar.stages.cut_stages`;
+    VerifyError for a bug in a pass.
     """
+    check_captured(logical)
     strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
     options: dict[str, Any] = {"storage": storage, "for_store": for_store, "sizes": sizes}
     options |= {"accumulate": accumulate, "reduce": reduce, "cluster": cluster}
@@ -110,6 +113,12 @@ def lower(
     result.timings["lower_cpu_s"] = _since(started, result)
     result.passes = report
     return finished(logical, result, ladder)
+
+
+def check_captured(logical: object) -> None:
+    """Raise NotCapturedError for what `fxpar.capture` has not made, such as a model or its name."""
+    if not isinstance(logical, LogicalGraph | ForwardGraph):
+        raise NotCapturedError(a_type(logical))
 
 
 def check_strategy(logical: LogicalGraph, strategy: Strategy) -> None:

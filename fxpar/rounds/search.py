@@ -76,7 +76,25 @@ class _Rounds:
 
 
 def find_rounds(work: Work) -> list[list[Filling]]:
-    """Rounds for all sequences; each has some. Very many are planned in parts of neighbours."""
+    """Rounds for all sequences; each has some. Where teams of the largest degree leave devices over, few layouts fill
+    all of them, so teams of one degree throughout are tried too.
+    """
+    found = _found(work)
+    if work.devices % work.degrees[0]:
+        held = [row for row, room in enumerate(work.room.tolist()) if room >= work.lengths[0]]
+        found = min([found, *(_of_one_degree(work, row) for row in held)], key=_total)
+    return found
+
+
+def _of_one_degree(work: Work, row: int) -> list[list[Filling]]:
+    found = _found(work.with_degree(row))
+    for team in (team for teams in found for team in teams):
+        team.row = row
+    return found
+
+
+def _found(work: Work) -> list[list[Filling]]:
+    """Very many rounds are planned in parts of neighbours."""
     parts = -(-work.fewest_rounds // MOST_TOGETHER)
     if parts == 1:
         found = _find_together(work)

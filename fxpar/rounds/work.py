@@ -71,6 +71,11 @@ class Work:
         mine = slice(first, last)
         return replace(self, lengths=self.lengths[mine], places=self.places[mine], ms=self.ms[:, mine])
 
+    def with_degree(self, row: int) -> Work:
+        """With teams of this degree alone, which hold the longest sequence."""
+        one = slice(row, row + 1)
+        return replace(self, degrees=self.degrees[one], ms=self.ms[one], fixed=self.fixed[one], room=self.room[one])
+
 
 @dataclass(frozen=True)
 class Kinds:

@@ -125,6 +125,7 @@ def _engines(
     gradients = Gradients(store, programs, cluster, options.gradients, transport, options.planner)
     scaler = _scaler(store, options) if before is None else before.engine.scaler
     recorder = Recorder(device) if options.record else None
+    joined = options.memory_budget_bytes is None and set(schedule.resident) == set(programs)
     engines = {
         name: Engine(
             groups=one.groups,
@@ -135,7 +136,7 @@ def _engines(
             gradients=gradients,
             cluster=cluster,
             device=device,
-            options=_engine_options(one, options, overlap),
+            options=_engine_options(one, options, overlap, joined),
             scaler=scaler,
             recorder=recorder,
             watcher=ground.watcher,
@@ -149,7 +150,7 @@ def _engines(
     return engines, memory
 
 
-def _engine_options(decided: Decided, options: ParallelizeOptions, overlap: bool) -> EngineOptions:
+def _engine_options(decided: Decided, options: ParallelizeOptions, overlap: bool, joined: bool) -> EngineOptions:
     compiled = decided.compiled
     return EngineOptions(
         packed=decided.packed,
@@ -162,6 +163,7 @@ def _engine_options(decided: Decided, options: ParallelizeOptions, overlap: bool
         deterministic=options.deterministic,
         overlap=overlap,
         autocast=autocast_dtype(decided.device),
+        joined=joined,
     )
 
 

@@ -69,7 +69,8 @@ def open_storage(
     at_work = 0 if options.memory_budget_bytes is None else activations()
 
     def report(kept: tuple[str, ...], together: bool) -> MemoryReport:
-        mine = memory_report(programs, home, [rank], kept, staging, at_work, together, sharing)
+        joined = options.memory_budget_bytes is None and set(kept) == set(programs)
+        mine = memory_report(programs, home, [rank], kept, staging, at_work, together, sharing, joined)
         everyone: list[Any] = [None] * world
         dist.all_gather_object(everyone, mine)
         return max(everyone, key=lambda found: found.total_bytes)

@@ -85,8 +85,8 @@ def blocking(groups: int) -> MiniBatchSchedule:
 
 
 def in_waves(sizes: Sequence[int]) -> MiniBatchSchedule:
-    """Groups of a wave run at the same time, on ranks of their own: every rank takes part in the transfers of all, and
-    runs those that are its own. The weights of a wave come before it, its gradients leave behind it.
+    """Every rank takes part in the transfers of all groups of a wave, and runs those that are its own, so groups
+    on different ranks at the same time. The weights of a wave come before it, its gradients leave behind it.
     """
     order, first = [], 0
     for size in sizes:

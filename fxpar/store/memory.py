@@ -6,6 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from fxpar.errors import MemoryBudgetError
 from fxpar.ir.columns import columns, human_bytes, told_apart
@@ -72,9 +73,11 @@ def memory_report(
     activation_bytes: int = 0,
     overlap: bool = False,
     sharing: StoragePass | None = None,
+    joined: bool = False,
 ) -> MemoryReport:
     """The report for the fullest of `ranks`; shapes only, nothing is allocated. `overlap`: gradients of one group leave
-    while the next group runs. `sharing`: fxpar's own if None.
+    while the next group runs. `sharing`: fxpar's own if None. `joined`: gradients of programs on parts of the ranks
+    leave together.
     """
     trained = {out.fqn for program in programs.values() for out in program.outputs if out.kind == "grad"}
     plans = [(sharing or ShareWeights()).lay_out(programs, rank, resident) for rank in ranks]
@@ -84,7 +87,10 @@ def memory_report(
         home_gradient_bytes=home.only(trained).max_bytes(),
         resident_bytes=worst.pool_bytes("resident"),
         arena_bytes=worst.pool_bytes("arena"),
-        gradient_bytes=reserved_gradients(map(_gradient_bytes, programs.values()), overlap),
+        gradient_bytes=max(
+            reserved_gradients(map(_gradient_bytes, programs.values()), overlap),
+            max(map(partial(_joined_bytes, programs, home.world), ranks)) if joined else 0,
+        ),
         staging_bytes=staging_bytes,
         strategies={name: (worst.strategy_bytes(name), name in worst.resident) for name in programs},
         activation_bytes=activation_bytes,
@@ -96,6 +102,12 @@ def reserved_gradients(nbytes: Iterable[int], overlap: bool) -> int:
     leave while the next group runs the two largest.
     """
     return sum(sorted(nbytes)[-2 if overlap else -1 :])
+
+
+def _joined_bytes(programs: Mapping[str, Program], world: int, rank: int) -> int:
+    """Of all programs on parts of the ranks that a rank runs."""
+    mine = (one for one in programs.values() if rank in one.mesh and one.mesh.size < world)
+    return sum(map(_gradient_bytes, mine))
 
 
 def _gradient_bytes(program: Program) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fxpar.errors import ChangedParameterError, GradientHookError, ParallelizeError
+from fxpar.errors import ChangedParameterError, GradientHookError, ParallelizeError, StaleOptimizerError
 from fxpar.ir.exec_graph import Program
 from fxpar.passes.share_weights import ALIGN_BYTES, SharedStorage
 from fxpar.store.home import specs_of, wire_layout
@@ -65,6 +65,7 @@ class WeightStore:
         self._meshes = HomeMeshes(device.type)
         self.params: dict[str, nn.Parameter] = {}
         self._adopted: dict[str, tuple[nn.Parameter, torch.dtype, bool]] = {}  # by every name, with what it was then
+        self._given: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}  # by id: those that `adopt` replaced
         self._steps = 0
         weakref.finalize(self, register_optimizer_step_post_hook(_counts_steps(weakref.ref(self))).remove)
 
@@ -140,6 +141,7 @@ class WeightStore:
                 if has_gradient_hook(whole):
                     raise GradientHookError(fqn)
                 self._take_home(fqn, whole)
+                self._given[id(whole)] = weakref.ref(whole), fqn
                 local = self.home_tensors[fqn]
                 shown = nn.Parameter(self._meshes.as_dtensor(local, self.home.params[fqn]), whole.requires_grad)
                 self.params[fqn] = shown
@@ -196,9 +198,17 @@ class WeightStore:
         return self._steps, *versions
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """After a step of an optimizer that may have our parameters; fused ones count nothing by themselves."""
+        """After a step of an optimizer that may have our parameters; fused ones count nothing by themselves.
+
+        Raises StaleOptimizerError if it has one that `adopt` replaced: it would train nothing, without a word.
+        """
+        held = [param for group in optimizer.param_groups for param in group["params"]]
+        for param in held:
+            given, fqn = self._given.get(id(param), (None, ""))
+            if given is not None and given() is param:
+                raise StaleOptimizerError(type(optimizer).__name__, fqn)
         mine = {id(param) for param in self.params.values()}
-        self._steps += any(id(param) in mine for group in optimizer.param_groups for param in group["params"])
+        self._steps += any(id(param) in mine for param in held)
 
     @contextmanager
     def shown_without_values(self, module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:

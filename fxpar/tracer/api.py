@@ -7,8 +7,16 @@ import time
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from fxpar.errors import CaptureError, DynamicDimError, LossFunctionError, warn
+from fxpar.errors import (
+    CaptureError,
+    DynamicDimError,
+    LazyParameterError,
+    LossFunctionError,
+    WrappedModelError,
+    warn,
+)
 from fxpar.errors.base import one_line
 from fxpar.errors.capture import in_words
 from fxpar.ir.collector import collector_paused
@@ -19,6 +27,8 @@ from fxpar.tracer.provenance import Provenance
 from fxpar.tracer.rows import StepOfRows, tell_of_rows
 from fxpar.tracer.signature import Batch, make_signature, make_world, model_device, named_batch
 from fxpar.tracer.step import LossFunction
+
+_WRAPPERS = ("torch.nn.parallel.", "torch.distributed.fsdp.")  # modules of DataParallel, DDP and FSDP1
 
 
 def capture(
@@ -52,6 +62,20 @@ def capture(
         return _capture(model, loss_fn, example_batch, dynamic, name or type(model).__name__, tell_unused)
 
 
+def _check_model(model: object) -> None:
+    """Raise CaptureError for what is no module, WrappedModelError for one that another library has made parallel,
+    LazyParameterError for one whose shapes are not known yet.
+    """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"the model is {one_line(repr(model))}, not an nn.Module")
+    for fqn, module in model.named_modules():
+        if type(module).__module__.startswith(_WRAPPERS):
+            raise WrappedModelError(type(module).__name__, fqn)
+    for fqn, value in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(value):
+            raise LazyParameterError(fqn)
+
+
 def _check_loss_function(loss_fn: object) -> None:
     """Raise LossFunctionError for what cannot be called, and for torch's losses, which take logits and labels."""
     if not callable(loss_fn):
@@ -72,8 +96,7 @@ def _capture(
     model: nn.Module, loss_fn: LossFunction, example_batch: Batch, dynamic: Dynamic, name: str, tell_unused: bool
 ) -> LogicalGraph:
     started = time.process_time()
-    if not isinstance(model, nn.Module):
-        raise CaptureError(f"the model is {one_line(repr(model))}, not an nn.Module")
+    _check_model(model)
     _check_loss_function(loss_fn)
     device = model_device(model)
     batch = named_batch(example_batch)

@@ -51,6 +51,7 @@ _INSTEAD_OF_FLEX = (
     "Call torch.nn.functional.scaled_dot_product_attention or varlen_attn; documents can be given with "
     "fxpar.tracer.documents.packed."
 )
+_OF_NUMPY = ".numpy() is not supported"  # what torch says of a tensor without values
 _UNHASHABLE = "unhashable type: non-nested SymInt"  # what torch says of a size that is to be a key
 _INSTEAD_OF_KEY = "make once what holds for the longest length, and take a part of it, such as table[:T]"
 
@@ -261,6 +262,8 @@ class Traced(ABC):
         fqn, line = self.provenance.fqn, line_of_error(error)
         if isinstance(error, tracing.DATA_DEPENDENT_ERRORS):
             return DataDependentError(_operation(error), fqn, line)
+        if _OF_NUMPY in str(error):
+            return DataDependentError("its values go to NumPy (.numpy())", fqn, line)
         if isinstance(error, tracing.DeviceMismatchError):
             return DeviceError(f"{error} (in module {fqn!r}, at {line})")
         if isinstance(error, TypeError) and _UNHASHABLE in str(error):

@@ -19,7 +19,7 @@ from fxpar.ir.written import LONGEST, read
 from fxpar.train.assign import assign
 from fxpar.train.schema import from_table, shown
 from fxpar.train.strategies import DRIFT, PlanConfig, auto_problems, group_problems, plan_problems, read_strategies
-from fxpar.train.tasks import TaskConfig, one_loss_problems, read_tasks, task_problems, world_of
+from fxpar.train.tasks import TaskConfig, one_loss_problems, read_by_length, read_tasks, task_problems, world_of
 
 _POSITIVE: dict[str, Any] = {"least": 1}
 
@@ -279,7 +279,7 @@ def _of_tasks(tables: dict[str, Any], source: str, name: str, problems: list[str
     tasks = read_tasks(tables.pop("task"), problems)
     problems += one_loss_problems(tables)
     given = tables.get("strategies", {})
-    strategies = read_strategies(given, None, problems) if isinstance(given, dict) and given else ()
+    strategies = read_by_length(given, problems) if isinstance(given, dict) and given else ()
     # A tokenizer is nothing that weights for tasks must have.
     sections = _sections({**tables, "data": {"source": "", "tokenizer": ""}, "strategies": {}}, problems)
     if not problems:

@@ -123,8 +123,15 @@ def equal_runs(views: Sequence[Viewed]) -> list[int]:
 
 
 def optimizer_ms(program: Program, cluster: ClusterSpec) -> float:
-    """AdamW on the fullest rank: masters and moments are read and written, gradients are read."""
-    masters, moments, gradients = home_bytes(program)
+    """`adam_ms` of a program's parameters alone."""
+    return adam_ms(home_bytes(program), cluster)
+
+
+def adam_ms(nbytes: tuple[int, int, int], cluster: ClusterSpec) -> float:
+    """AdamW on the fullest rank, of the bytes that `bytes_at_home` says: masters and moments are read and written,
+    gradients are read.
+    """
+    masters, moments, gradients = nbytes
     return (2 * masters + 2 * moments + gradients) / (cluster.sustained.memory_gb_per_s * 1e6)
 
 

@@ -24,14 +24,15 @@ class TaskFile:
     between_gb_per_s: float | None = None
     memory_gib: float | None = None
 
-    def devices(self, count: int, per_node: int) -> Devices:
-        """So many of them. Raises TaskGraphError for a number of the file that cannot be."""
-        given: dict[str, float] = {}
-        for key in _LINKS:
-            if (value := getattr(self, key)) is not None:
-                given[key] = value
+    def devices(self, count: int, per_node: int, memory_bytes: float | None = None) -> Devices:
+        """So many of them; `memory_bytes` go before what the file says. Raises TaskGraphError for a number of the file
+        that cannot be.
+        """
+        given: dict[str, float] = {key: value for key in _LINKS if (value := getattr(self, key)) is not None}
         if "memory_gib" in given:
             given["memory_bytes"] = given.pop("memory_gib") * 2**30
+        if memory_bytes is not None:
+            given["memory_bytes"] = memory_bytes
         return Devices(count, per_node, **given)
 
 

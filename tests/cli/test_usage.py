@@ -14,6 +14,7 @@ from tests.cli.helpers import fxpar
         (("switch", "mlp", "--to", "tp2"), "--from is missing: Strategy before, such as pp2.tp16"),
         (("rounds", "--devices", "8"), "--lengths is missing: Lengths in tokens: a file (.txt, .json, .npy, .npz), or"),
         (("dump", "mlp", "--stratgy", "tp2"), "fxpar dump has no option --stratgy; did you mean '--strategy'?"),
+        (("check", "mlp", "-s", "dp2", "--no-cache"), "fxpar check has no option --no-cache\n"),
         (("profile", "-q"), "fxpar profile has no option -q"),
         (("dump", "mlp", "--format", "jsn"), "--format: 'jsn' is not one of 'text', 'json', 'dot', 'graph'; did you"),
         (("memory", "mlp", "--tokens", "many"), "--tokens: 'many' must be a whole number"),
@@ -34,7 +35,7 @@ def test_what_is_said(words, said):
     status, out, err = fxpar(*words)
     assert (status, out) == (2, "")
     error, *usage = err.splitlines()
-    assert error.startswith(f"error: {said}"), error
+    assert f"{error}\n".startswith(f"error: {said}"), error
     assert usage[0].startswith("Usage: fxpar ")
     assert usage[-1].endswith(" --help describes them")
 

@@ -13,6 +13,7 @@ from fxpar.checking import check
 from fxpar.errors import (
     GivenPassesError,
     NoExpertsError,
+    NotCapturedError,
     OverrideError,
     PassContractError,
     StrategySyntaxError,
@@ -35,6 +36,14 @@ def test_ladder():
     assert [step.name for step in default_passes()] == list(LADDER)
     (casts,) = [step for step in default_passes(torch.float32) if isinstance(step, Casts)]
     assert casts.storage == torch.float32
+
+
+def test_a_model_in_place_of_its_graph():
+    for given, what in ((torch.nn.Linear(2, 2), "a Linear"), ("llama", "a str")):
+        with pytest.raises(NotCapturedError, match=rf"^{what} is no captured graph.*fxpar\.capture\(model, loss_fn"):
+            lower(given, "tp2")
+        with pytest.raises(NotCapturedError, match=f"^{what} is no captured graph"):
+            check(given, ["tp2"], {}, {}, [])
 
 
 def test_strategy_as_text_or_value():

@@ -68,6 +68,14 @@ def test_clusters_of_other_sizes(devices, per_node, degrees, count, longest):
     check_plan(plan, lengths, devices, per_node, costs)
 
 
+def test_teams_of_one_degree_are_never_shorter_where_the_largest_leaves_devices_over():
+    costs = PUBLISHED["flexsp-7b"].teams([1, 2, 4], 6, 4096)
+    lengths = -(-NAMED["github"].draw(16, 4096, np.random.default_rng(0)) // 12) * 12
+    plan = plan_rounds(lengths, 6, costs)
+    check_plan(plan, lengths.tolist(), 6, 8, costs)
+    assert plan.predicted_ms <= min(homogeneous_ms(lengths, 6, costs).values())
+
+
 def test_degrees_that_are_no_powers_of_two():
     costs = {d: TeamCost(50.0, (1 + 0.3 * (d > 1)) / d, 2e-3 / d, 1000 * d) for d in (1, 2, 3, 5, 6, 12)}
     lengths = drawn(50, 2900, seed=4)

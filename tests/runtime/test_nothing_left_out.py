@@ -106,6 +106,8 @@ def unread_keys(rank: int) -> None:
     )
     with pytest.raises(UnreadKeyError, match=padding):
         model.train_step([{"input_ids": IDS, "attention_mask": UNREAD["attention_mask"]}])
+    with pytest.raises(UnreadKeyError, match=r"sequence 0 .*has 3, which"):
+        model.train_step([{"input_ids": IDS, 3: IDS}])
     with pytest.raises(UnreadKeyError, match="did you mean 'labels'"):
         model.train_step([{"input_ids": IDS, "label": IDS}])
     for key, value in READ.items():

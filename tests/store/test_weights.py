@@ -10,7 +10,13 @@ from torch import nn
 from torch.func import functional_call
 
 import fxpar
-from fxpar.errors import ChangedParameterError, FxparWarning, GradientHookError, ParallelizeError
+from fxpar.errors import (
+    ChangedParameterError,
+    FxparWarning,
+    GradientHookError,
+    ParallelizeError,
+    StaleOptimizerError,
+)
 from tests.runtime.hot import World
 
 IDS = torch.arange(6)
@@ -91,6 +97,23 @@ def frozen(rank: int) -> list[bool]:
 
 def test_a_parameter_that_was_frozen_or_thawed_is_named():
     assert frozen() == [[True]]
+
+
+@WORLD.case
+def stale(rank: int) -> bool:
+    plain = Tied()
+    early = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model = fxpar.parallelize(plain, strategies={16: "dp1"}, monitor=False)
+    before = model.head.bias.full_tensor().clone()
+    model.train_step([IDS])
+    with pytest.raises(StaleOptimizerError, match=r"SGD was made before .* old gain.* SGD\(model\.parameters"):
+        early.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return not torch.equal(model.head.bias.full_tensor(), before)
+
+
+def test_an_optimizer_of_the_parameters_before_is_told():
+    assert stale() == [True]
 
 
 @WORLD.case

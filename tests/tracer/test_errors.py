@@ -130,12 +130,18 @@ def boolean_index(x):
     return x[x > 0]
 
 
-@pytest.mark.parametrize("function", [value_branch, item, nonzero, boolean_index])
+def through_numpy(x):
+    return x * torch.from_numpy(x.detach().numpy())
+
+
+@pytest.mark.parametrize("function", [value_branch, item, nonzero, boolean_index, through_numpy])
 def test_data_dependent(function):
     with pytest.raises(errors.DataDependentError, match=r"test_errors\.py:") as caught:
         capture(With(function), sum_loss, X)
     if function in (value_branch, item):
         assert "a value is read" in str(caught.value)
+    if function is through_numpy:
+        assert "its values go to NumPy (.numpy())" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +156,18 @@ def test_a_loss_function_with_other_parameters(loss, said):
 def test_a_model_that_is_none():
     with pytest.raises(errors.CaptureError, match=r"the model is 3, not an nn\.Module"):
         capture(3, sum_loss, X)
+
+
+def test_a_model_that_is_wrapped_or_lazy():
+    inside = nn.Sequential(nn.DataParallel(MLP()))
+    with pytest.raises(
+        errors.WrappedModelError, match=r"^module '0' of the model is wrapped in DataParallel.*\.module"
+    ):
+        capture(inside, sum_loss, X)
+    with pytest.raises(errors.WrappedModelError, match=r"^the model is wrapped in DataParallel"):
+        capture(inside[0], sum_loss, X)
+    with pytest.raises(errors.LazyParameterError, match=r"^'1\.weight' has no shape yet.*Call the model once"):
+        capture(nn.Sequential(nn.Linear(8, 4), nn.LazyLinear(4)), sum_loss, X)
 
 
 def test_a_batch_of_another_dtype():
