@@ -271,5 +271,6 @@ class _Exchange:
 
     def _place(self, node: fx.Node, like: fx.Node) -> None:
         for key in ("fqn", "reader", "source", "backward", "phase"):
+            node.meta.pop(key, None)  # of the call in front of which it was made, such as a gather of the prologue
             if key in like.meta:
                 node.meta[key] = like.meta[key]
