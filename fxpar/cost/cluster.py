@@ -133,7 +133,7 @@ class ClusterSpec:
             kinds = "" if Path(path).suffix else f"; kinds of nodes that fxpar describes: {', '.join(shipped())}"
             raise ClusterError(name, f"cannot be read: {error.strerror or error}{kinds}") from error
         except ValueError as error:  # bad JSON, bad TOML, bytes that are no text
-            why = f"it is no text: {error}" if isinstance(error, UnicodeError) else str(error)
+            why = f"it is not text: {error}" if isinstance(error, UnicodeError) else str(error)
             raise ClusterError(name, why) from error
         if not isinstance(data, dict):
             raise ClusterError(name, "is not a table of keys and values")

@@ -68,7 +68,7 @@ def test_the_plan_as_json(file, tmp_path, capsys):
     [
         (("plan", 4, "no.json"), TaskGraphError, r"no\.json': it cannot be read: No such file or directory"),
         (("plan", 4, "no.toml"), TasksFileError, r"no\.toml': it cannot be read: No such file or directory"),
-        (("plan", 4, "", "clip-11"), TaskGraphError, "there is none of this name"),
+        (("plan", 4, "", "clip-11"), TaskGraphError, "there is no such case"),
         (("plan", 4, "", "clip-4", 8, "no/such/folder.json"), OutputError, "folder"),
         (("plan", 4, "", "clip-4", 8, None, "run.toml"), TasksFileError, "'clip-4': it says nothing of data"),
     ],
@@ -233,7 +233,7 @@ def test_tables_are_written_as_they_were():
     ("old", "new", "message"),
     [
         ("[task.both]", "[tasks.both]", "this run has one loss. Plan it with fxpar plan, or add .task.NAME"),
-        ("[task.both]", "[task.both", "it is no TOML"),
+        ("[task.both]", "[task.both", "it is not valid TOML"),
         ("ranks = 1", "", "run.ranks: it is missing"),
         ("items =", "itmes =", "task.both.itmes is not a known key; did you mean 'items'"),
         ('loss = "loss"', "", r"task.both.loss is missing \(a text\)"),
@@ -321,6 +321,4 @@ def test_the_configuration_of_a_run_is_planned(of_model, capsys):
         ("run.toml", "Write FILE.py:FUNC"),
     ):
         assert told in fxpar("memory", file, "-s", "dp1")[2]
-    assert (
-        "it is the configuration of a run, and no plan. Write the name" in fxpar("viz", "one.toml", "-o", "x.html")[2]
-    )
+    assert "it is the configuration of a run, not a plan. Name a file" in fxpar("viz", "one.toml", "-o", "x.html")[2]

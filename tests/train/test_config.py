@@ -204,7 +204,7 @@ def test_a_model_in_place_of_a_configuration(tmp_path):
         with pytest.raises(errors.ConfigFileError, match=r"No such file.*name = \.\.\. under \[model\]"):
             read_config(path)
     script.write_text("import torch\n")
-    with pytest.raises(errors.ConfigFileError, match=r"it is no TOML.*name = \.\.\. under \[model\]"):
+    with pytest.raises(errors.ConfigFileError, match=r"it is not valid TOML.*name = \.\.\. under \[model\]"):
         read_config(script)
 
 
@@ -222,7 +222,7 @@ def test_files(tmp_path):
     with pytest.raises(errors.ConfigFileError, match="No such file"):
         read_config(path)
     path.write_text("[model\n")
-    with pytest.raises(errors.ConfigFileError, match=r"it is no TOML: [^.]*$"):
+    with pytest.raises(errors.ConfigFileError, match=r"it is not valid TOML: [^.]*$"):
         read_config(path)
     path.write_text("[run]\nsteps = " + "9" * 400)
     with pytest.raises(errors.ConfigFileError, match=r"run\.steps = a number of 400 digits"):
