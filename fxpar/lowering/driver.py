@@ -84,8 +84,9 @@ def lower(
     A strategy with pp gives a `PipelineGraph`, teams side by side a `TeamsGraph`, any other an `ExecGraph`.
 
     Raises NotCapturedError, StrategySyntaxError, NotYetError, OverrideError, RematGlobError, RematBudgetError,
-    NothingToOffloadError, GivenPassesError, RuleGlobError, RuleConflictError, RuleHeadsError, BinsError, TeamsBufferError,
-    TeamsGatherError, PassContractError for what is no pass, the errors of `fxpar.stages.cut_stages`; VerifyError for a bug in a pass.
+    NothingToOffloadError, GivenPassesError, RuleGlobError, RuleConflictError, RuleHeadsError, BinsError,
+    TeamsBufferError, TeamsGatherError, PassContractError for what is no pass, the errors of
+    `fxpar.stages.cut_stages`; VerifyError for a bug in a pass.
     """
     check_captured(logical)
     strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy

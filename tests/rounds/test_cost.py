@@ -99,7 +99,9 @@ def test_a_file_with_mistakes(tmp_path, changed, message):
         read_cost(written(tmp_path, **changed))
 
 
-@pytest.mark.parametrize(("text", "message"), [("[1]", "it holds a list"), ("{", "it is not valid JSON"), (None, "be read")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("[1]", "it holds a list"), ("{", "it is not valid JSON"), (None, "be read")]
+)
 def test_a_file_that_is_none(tmp_path, text, message):
     path = tmp_path / "cost.json"
     if text is not None:
