@@ -234,12 +234,12 @@ def cluster_of(device: Device | None) -> ClusterSpec:
     return usual if device is None else replace(usual, device=device)
 
 
-def planned(sizes: Sizes, cluster: ClusterSpec) -> str:
-    """The strategy of the shortest step that a run can follow."""
+def planned(sizes: Sizes, cluster: ClusterSpec) -> tuple[str, float]:
+    """The strategy of the shortest step that a run can follow, and its predicted ms."""
     step = captured(make_model(sizes), fxpar.Task(contrast, make_batch(sizes), dynamic=ROWS))
     found = plan_tasks({"pairs": step}, cluster).runs
     assert found is not None
-    return found.runs[0].option.strategy
+    return found.runs[0].option.strategy, found.ms
 
 
 def fastest(ways: Sequence[Way], cluster: ClusterSpec, rows: int) -> Way:
@@ -331,7 +331,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     everywhere = [PARALLEL_ROWS] if args.tiny else ON_ALL_RANKS
     kinds = [args.only] if args.only else ["paced"] if args.tiny else ["paced", "real"]
     devices = {kind: sizes.device if kind == "paced" else None for kind in kinds}
-    towers = {kind: TOWERS if args.tiny else planned(sizes, cluster_of(device)) for kind, device in devices.items()}
+    plans = {} if args.tiny else {kind: planned(sizes, cluster_of(device)) for kind, device in devices.items()}
+    towers = {kind: plans[kind][0] if kind in plans else TOWERS for kind in devices}
     lowered = compiled(sizes, list(dict.fromkeys([*everywhere, *towers.values(), ONE_EACH])))
     found: dict[str, Any] = {"load1": os.getloadavg()[0]}
     for kind, device in devices.items():
@@ -344,6 +345,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         taken = run_forked(WORLD, lambda _, work=work: work(), timeout_s=1200)[0]
         found[kind] = {name: {"strategy": way.strategy, **taken[way.strategy]} for name, way in ways.items()}
         good = show(kind, found[kind])
+        if kind in plans:
+            print(f"fxpar tasks plan says {plans[kind][1]:.1f} ms for {BESIDE}")
         if kind == "paced":
             print(f"targets: {TARGET} times as fast or more, predicted within {TARGET_ERROR:.0%}: {good}")
             each, beside = (

@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/bench_waves.py [--tiny] [--json FILE]
 
-Models are those of `fxpar tasks plan --case`, on nodes of 8 devices; twice: without transfers, as the figures that are
-known of Spindle's open planner are, and with them.
+Models are those of `fxpar tasks plan --case`, on nodes of 8 devices; twice: without transfers and reductions, as the
+figures that are known of Spindle's open planner are, and with them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Row:
 def measured(case: str, devices: int) -> Row:
     """Plan it twice."""
     graph = CASES[case]
-    silent = TaskGraph(tuple(replace(one, output_bytes=0) for one in graph.metaops), graph.edges)
+    silent = TaskGraph(tuple(replace(one, output_bytes=0, gradient_bytes=0) for one in graph.metaops), graph.edges)
     free = plan_waves(silent, Devices(devices))
     begun = time.process_time()
     plan = plan_waves(graph, Devices(devices))

@@ -93,14 +93,17 @@ def choose(name: str, mbit: float, tiny: bool = False, samples: int = 8) -> dict
     if name == "rounds":
         assert found.rounds is not None, "no strategy holds the longest sequence on all ranks"
         mine = PlanGroup(longest, found.rounds.text, found.rounds.token_budget)
-        seconds = {"predicted_s": found.rounds.priced.predicted_s, "lower_bound_s": _nothing_sent_s(alone, batches)}
-        plans = {ROUNDS: replace(plans[PLANNED], groups=(mine,), **seconds), **plans}
-    return {what: plan.to_toml() for what, plan in plans.items()}
+        plans = {
+            ROUNDS: replace(plans[PLANNED], groups=(mine,), predicted_s=found.rounds.priced.predicted_s),
+            **plans,
+        }
+    bound = _nothing_sent_s(alone, batches)
+    return {what: replace(plan, lower_bound_s=bound).to_toml() for what, plan in plans.items()}
 
 
 def _nothing_sent_s(candidates: list[Candidate], batches: Sequence[Sequence[int]]) -> float:
-    """Seconds of a mini-batch whose tokens are evenly shared out among replicas that send nothing: what rounds cannot
-    take less than, however much a device holds.
+    """Seconds of a mini-batch whose tokens are evenly shared out among replicas that send nothing: no way takes less,
+    however much a device holds.
     """
     cost = next(one.group_cost for one in candidates if one.strategy.replicas == WORLD)
     return sum(cost.sequence_s(n) for lengths in batches for n in lengths) / WORLD / len(batches)
@@ -178,11 +181,12 @@ def show(found: Mapping[str, Mapping[str, float]], plans: Mapping[str, str], nam
         error = expected / gain - 1
         print(f"{gain:.2f} times as fast as the {what} (target >= {target:g}), predicted {expected:.2f} ({error:+.1%})")
         good &= gain >= target and (what != HOTSPA or abs(error) <= TARGET_ERROR)
-    bound, planned = (parse_plan(plans[what], what) for what in (next(iter(found)), PLANNED))
-    if name == ROUNDS:
-        took = f"the {PLANNED} takes {planned.predicted_s:.3f} s, and rounds take {bound.predicted_s:.3f} s"
-        most = planned.predicted_s / bound.lower_bound_s
-        least = f"no rounds take less than {bound.lower_bound_s:.3f} s, at most {most:.2f} times as fast"
-        print(f"on the mini-batches of the search {took}; {least}")
+    read = {what: parse_plan(text, what) for what, text in plans.items()}
+    bound = next(iter(read.values())).lower_bound_s
+    most = ", ".join(f"{read[what].predicted_s / bound:.2f} times as fast as the {what}" for what in TARGETS[name])
+    print(
+        f"on the mini-batches of the search, tokens shared out evenly among ranks that send nothing take {bound:.3f} s,"
+    )
+    print(f"so no way is more than {most}")
     print(f"the gain over the {HOTSPA} is to be predicted within {TARGET_ERROR:.0%}")
     return good

@@ -45,7 +45,7 @@ class Parallelizes(Protocol[Arguments]):
     the decorator.
     """
 
-    def __call__(self, target: Any = None, *args: Arguments.args, **options: Arguments.kwargs) -> Any: ...
+    def __call__(self, target: Any = ..., *args: Arguments.args, **options: Arguments.kwargs) -> Any: ...
 
 
 def _with_options(
@@ -57,7 +57,7 @@ def _with_options(
 
     def decorate(function: Callable[[Any, ParallelizeOptions], Any]) -> Parallelizes[Arguments]:
         @functools.wraps(function)
-        def with_options(target: Any = None, *args: Arguments.args, **options: Arguments.kwargs) -> Any:
+        def with_options(target: Any = ..., *args: Arguments.args, **options: Arguments.kwargs) -> Any:
             _check_names(kind, args, options)
             return function(target, kind(*args, **options))
 
@@ -129,7 +129,7 @@ def parallelize(target: Any, options: ParallelizeOptions) -> Any:
       no heartbeats, the error is torch's; a `fxpar.monitor.Monitor` that runs already: that one).
     - `plain`: the strategy of `model(x)`; by default that of the longest sequences.
     - `passes(ladder)` returns the passes that each strategy is lowered with, from the default ones: add, replace, leave
-      out. Plain calls and `evaluate` are lowered as ever.
+      out. The last one lays out the weights of all strategies. Plain calls and `evaluate` are lowered as ever.
     - `compiled`: what `fxpar.compile_strategies` returned for the same model, loss and strategies (made before forking
       ranks, or loaded), instead of compiling again.
     - `initializer(module)`: for a model on the meta device, fills what one module has itself; by default the module's
@@ -144,7 +144,7 @@ def parallelize(target: Any, options: ParallelizeOptions) -> Any:
     HomeLayoutError, MemoryBudgetError.
     """
     check_choice(options)
-    if target is None:
+    if target is ...:
         return functools.partial(_wrap, options)
     return _wrap(options, target)
 

@@ -39,7 +39,7 @@ class ChunkLoss:
     tier: ClassVar[Tier] = "numeric"
 
     def __call__(self, graph: AnnotatedGraph) -> None:
-        if graph.strategy.most_chunks == 1:
+        if graph.strategy.most("chunks") == 1:
             return
         kinds = {out.kind for out in graph.outputs}
         if "loss" not in kinds:

@@ -30,10 +30,9 @@ number for each slot. Results are those of one device but for rounding: terms ar
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -42,29 +41,17 @@ from torch import fx
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.hops import hops_to_experts
-from fxpar.flow.expert_rows import experts_axis
+from fxpar.flow.expert_groups import ExpertGroup, calls_on_copies, expert_groups, of_tokens, operands_by_token, sources
 from fxpar.ir import collectives as c
 from fxpar.ir.counts import run_count
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta, run_dims
-from fxpar.ir.node_meta import is_backward, is_size, local_meta, local_tensor
-from fxpar.ir.pass_base import Tier, tensor_operands
+from fxpar.ir.node_meta import is_backward, is_size, local_tensor
+from fxpar.ir.pass_base import Tier
 from fxpar.ops import copies
-from fxpar.ops.traits import BY_EXPERT, EXPERT_PRODUCTS_BACKWARD, SIZES
-from fxpar.rules.slots import (
-    LOOKUPS,
-    Kinds,
-    Rows,
-    has_tokens,
-    is_by_token,
-    ranks_alike,
-    source_of_ids,
-    walk_rows,
-)
+from fxpar.ops.traits import BY_EXPERT
+from fxpar.rules.slots import LOOKUPS, has_tokens, ranks_alike
 
 aten, own = torch.ops.aten, torch.ops.fxpar
-_GRADIENTS = EXPERT_PRODUCTS_BACKWARD | {own.embedding_backward.default}
-_MANY = 1 << 20  # elements of a dim that grows with the batch
-_MOST_STEPS = 6  # between what travels and the product that reads it
 
 
 @dataclass(frozen=True)
@@ -80,42 +67,32 @@ class ExchangeTokens:
 
     def __call__(self, graph: AnnotatedGraph) -> None:
         numbers = itertools.count()  # of the sizes that are known at run time
-        for group in _groups(graph):
-            _Exchange(graph, group, self._hops(graph, group), numbers).run()
+        layers: list[list[ExpertGroup]] = []
+        for group in expert_groups(graph):
+            if group.ids.meta.get("ep_chunk", 0):  # of the tokens of the layer before
+                layers[-1].append(group)
+            else:
+                layers.append([group])
+        for chunks in layers:
+            _exchange([_Exchange(graph, group, self._hops(graph, group), numbers) for group in chunks])
 
-    def _hops(self, graph: AnnotatedGraph, group: _Group) -> tuple[str, ...]:
-        x, slots = local_tensor(group.members[0].args[0]), int(local_tensor(group.ids).shape[1])  # type: ignore[arg-type]
-        nbytes = x.numel(run_dims(graph, dict(self.sizes))) // slots * x.dtype.itemsize
-        return hops_to_experts(graph.strategy.mesh, group.axis, self.cluster, slots, group.experts, nbytes)
-
-
-@dataclass
-class _Group:
-    """The products whose tokens have the same experts, and lookups by these."""
-
-    axis: str
-    ids: fx.Node
-    experts: int  # of all ranks
-    members: list[fx.Node] = field(default_factory=list)
+    def _hops(self, graph: AnnotatedGraph, group: ExpertGroup) -> tuple[str, ...]:
+        x = local_tensor(group.members[0].args[0])
+        nbytes = x.numel(run_dims(graph, dict(self.sizes))) // group.slots * x.dtype.itemsize
+        return hops_to_experts(graph.strategy.mesh, group.axis, self.cluster, group.slots, group.experts, nbytes)
 
 
-def _groups(graph: AnnotatedGraph) -> list[_Group]:
-    """In the order of the graph."""
-    found: dict[tuple[fx.Node, str], _Group] = {}
-    ranks = graph.strategy.mesh.degree
-    for node in graph.graph.nodes:
-        axis = experts_axis(node, graph.strategy)
-        if axis:
-            ids = node.args[2]
-            made = local_tensor(node if node.target in EXPERT_PRODUCTS_BACKWARD else node.args[1])
-            experts = int(made.shape[0]) * ranks(axis)
-            found.setdefault((source_of_ids(ids), axis), _Group(axis, ids, experts)).members.append(node)
-    for node in graph.graph.nodes:
-        at = LOOKUPS.get(node.target)
-        for (source, _), group in found.items() if at is not None else ():
-            if source_of_ids(node.args[at]) is source:
-                group.members.append(node)
-    return list(found.values())
+def _exchange(chunks: list[_Exchange]) -> None:
+    """Let the tokens of a layer travel, chunk by chunk. First ranks tell each other where all go; what is sent for a
+    chunk then waits for nothing that another one computes.
+    """
+    front = chunks[0].ordered[0]
+    for chunk in chunks:
+        chunk.tell(front)
+    for chunk in chunks:
+        chunk.sort(front)
+    for chunk in chunks:
+        chunk.take_over(chunks[0].numbered)
 
 
 @dataclass
@@ -137,99 +114,26 @@ class _Hop:
 class _Exchange:
     """Makes one group's calls work on copies of tokens."""
 
-    def __init__(self, graph: AnnotatedGraph, group: _Group, hops: tuple[str, ...], numbers: Iterator[int]) -> None:
+    def __init__(
+        self, graph: AnnotatedGraph, group: ExpertGroup, hops: tuple[str, ...], numbers: Iterator[int]
+    ) -> None:
         self.graph, self.group, self.numbers = graph.graph, group, numbers
         self.degree = graph.strategy.mesh.degree
-        self.ranks = self.degree(group.axis)
-        shape: Any = local_tensor(group.ids).shape
-        self.tokens, self.slots = shape
         self.alike = ranks_alike(group.members[0])
         self.axes = hops
-        self.members: dict[fx.Node, Rows] = {
-            node: "same" if node.target in _GRADIENTS else "zero" for node in group.members
-        }
+        self.rows = calls_on_copies(graph.graph, group)
+        self.ordered = [node for node in graph.graph.nodes if node in self.rows]
+        self.begins = {is_backward(node): node for node in reversed(self.ordered)}  # forward and backward
         self.hops: list[_Hop] = []
         self.received: dict[fx.Node, fx.Node] = {}  # a value of the rank's own tokens -> that of the copies it gets
-        self.here: fx.Node | None = None  # the call in front of which nodes are made
+        self.here: fx.Node = self.ordered[0]  # the call in front of which nodes are made
         self.whole: dict[fx.Node, dict[str, Any]] = {}  # how values lie that are made of copies now
 
-    def run(self) -> None:
-        rows = self._rows()
-        ordered = [node for node in self.graph.nodes if node in rows]
-        self.here = ordered[0]
-        self._route()
-        for node in ordered:
-            self.here = node
-            self._take_over(node, rows)
-        for node in ordered:
-            if rows[node] != "same" and any(user not in rows for user in node.users):
-                self._back(node, rows)
-
-    # ------------------------------------------------------------------------------------- which calls run there
-    def _rows(self) -> dict[fx.Node, Kinds]:
-        """The calls that run on copies, with what they make. What is junk in part must not leave: then it is made where
-        the tokens are, of rows that have come back.
-        """
-        stay: set[fx.Node] = set()
-        while True:
-            found = walk_rows(self.graph.nodes, self.members, self.tokens, self.slots, stay)
-            junk = (n for n, kind in found.items() if kind == "junk")
-            leaves: set[Any] = {n for n in junk if any(u not in found for u in n.users)}
-            leaves = {n.args[0] if n.target is operator.getitem else n for n in leaves}  # all results of an op
-            leaves = leaves or self._too_far(found)
-            if not leaves:
-                return found
-            stay |= leaves
-
-    def _too_far(self, found: dict[fx.Node, Kinds]) -> set[fx.Node]:
-        """Of the calls behind the last products, those that are no way to a smaller result: with them more would
-        travel, of the result and of what else they read, than with what they are made of.
-        """
-        before, todo = set[fx.Node](), list(self.group.members)
-        while todo:
-            node = todo.pop()
-            if node not in before:
-                before.add(node)
-                todo += [o for o in node.all_input_nodes if o in found]
-        needed = {one for node in before for one in self._read(node, found)}
-        cost: dict[fx.Node, float] = {}
-        left: set[fx.Node] = set()
-        for node in reversed(found):
-            users = [user for user in node.users if user in found]
-            behind = [user for user in users if user not in before]
-            alone = isinstance(local_meta(node), TensorMeta) and found[node] != "junk"
-            here = _width(node) if alone else math.inf
-            further = sum(cost[user] for user in behind)
-            further += sum(map(_width, {one for user in behind for one in self._read(user, found)} - needed))
-            away = len(users) < len(node.users)  # the value leaves in any case
-            cost[node] = here if away or not behind else min(here, further)
-            if behind and (away or here <= further):
-                left.update(behind)
-        return left
-
-    def _read(self, node: fx.Node, found: dict[fx.Node, Kinds]) -> set[fx.Node]:
-        """What has to travel for a call besides its rows."""
-        others = (o for o in node.all_input_nodes if o not in found and not is_size(o) and has_tokens(o))
-        return {one for other in others for one in self._sources(other)}
-
-    # --------------------------------------------------------------------------------------------- making calls
-    def _call(self, target: Any, args: tuple[Any, ...], meta: Any) -> fx.Node:
-        assert self.here is not None
-        with self.graph.inserting_before(self.here):
-            node = self.graph.call_function(target, args)
-        self._place(node, self.here)
-        node.meta.update(tensor=meta, local=meta)
-        return node
-
-    def _place(self, node: fx.Node, like: fx.Node) -> None:
-        for key in ("fqn", "reader", "source", "backward", "phase"):
-            if key in like.meta:
-                node.meta[key] = like.meta[key]
-
-    def _route(self) -> None:
-        """Which tokens go where, how many come from where, and the ids of those."""
-        ids, axis, each = self.group.ids, self.group.axis, self.group.experts
-        raw, reached = ids, 1
+    # ------------------------------------------------------------------------------------------------ which go where
+    def tell(self, front: fx.Node) -> None:
+        """In front of a call: which tokens go where, how many come from where, and the ids of those."""
+        self.here, ids, each, reached = front, self.group.ids, self.group.experts, 1
+        raw = ids
         for hop in self.axes:
             if self.hops:  # to a node: numbered as its experts are
                 outer = self.hops[-1].axis
@@ -238,30 +142,38 @@ class _Exchange:
             self.hops.append(self._hop(hop, ids, each, reached))
             raw = self._travel(raw, self.hops[-1])
             each //= self.degree(hop)
-        self.received_rows = self.hops[-1].received_rows
+        self.received_rows, self.each = self.hops[-1].received_rows, each
         self.received[self.group.ids] = raw
-        meta = local_tensor(raw)
-        self.numbered = self._call(copies.own_ids, (raw, each, f"#{axis}", True), meta)
-        rows = run_count(Fraction(self.slots), self.slots * self.ranks, self.tokens, next(self.numbers))
-        order = TensorMeta((rows,), torch.int64), TensorMeta((each,), torch.int64)
-        self._call(copies.own_rows, (self.numbered, each), order).meta["experts"] = (axis, self.alike)
-        self.masked = self._call(copies.own_ids, (raw, each, f"#{axis}", False), meta)
-        self.size = self._call(aten.sym_size.int, (raw, 0), None)
-        del self.size.meta["tensor"], self.size.meta["local"]
-        self.size.meta["sym"] = self.received_rows
 
     def _hop(self, axis: str, ids: fx.Node, experts: int, reached: int) -> _Hop:
         """An exchange over an axis of rows with such ids, after which each token is on `reached` ranks at most."""
         ranks, rows, before = self.degree(axis), local_tensor(ids).shape[0], reached // self.degree(axis)
-        mean = copies.mean_copies(self.slots, self.group.experts, reached)
-        sent_rows = run_count(mean, before * min(self.slots, ranks), self.tokens, next(self.numbers))
-        received_rows = run_count(mean, reached, self.tokens, next(self.numbers))
+        tokens, slots = self.group.tokens, self.group.slots
+        mean = copies.mean_copies(slots, self.group.experts, reached)
+        sent_rows = run_count(mean, before * min(slots, ranks), tokens, next(self.numbers))
+        received_rows = run_count(mean, reached, tokens, next(self.numbers))
         metas = TensorMeta((sent_rows,), torch.int64), TensorMeta((ranks,), torch.int64)
         routes = self._call(copies.copies, (ids, experts, ranks), metas)
         to, sent = (self._call(operator.getitem, (routes, i), metas[i]) for i in (0, 1))
         come = self._call(c.all_to_all, (sent, axis, 0, (), 0, ()), metas[1])
         return _Hop(axis, rows, sent_rows, received_rows, ids, to, sent, come)
 
+    def sort(self, front: fx.Node) -> None:
+        """In front of a call: the ids as this rank's experts are numbered, and the order of the rows that it has."""
+        self.here, raw, slots = front, self.received[self.group.ids], self.group.slots
+        meta, place = local_tensor(raw), f"#{self.group.axis}"
+        self.numbered = self._call(copies.own_ids, (raw, self.each, place, True), meta)
+        most = slots * self.degree(self.group.axis)
+        rows = run_count(Fraction(slots), most, self.group.tokens, next(self.numbers))
+        order = TensorMeta((rows,), torch.int64), TensorMeta((self.each,), torch.int64)
+        own_rows = self._call(copies.own_rows, (self.numbered, self.each), order)
+        own_rows.meta["experts"] = (self.group.axis, self.alike)
+        self.masked = self._call(copies.own_ids, (raw, self.each, place, False), meta)
+        self.size = self._call(aten.sym_size.int, (raw, 0), None)
+        del self.size.meta["tensor"], self.size.meta["local"]
+        self.size.meta["sym"] = self.received_rows
+
+    # --------------------------------------------------------------------------------------------- there and back
     def _travel(self, value: fx.Node, hop: _Hop) -> fx.Node:
         meta = local_tensor(value)
         picked = TensorMeta((hop.sent_rows, *meta.shape[1:]), meta.dtype)
@@ -271,23 +183,24 @@ class _Exchange:
 
     def _send(self, value: fx.Node) -> fx.Node:
         """Of the rank's own tokens -> of the copies that it gets. It starts once the value and counts are there, so
-        that it travels while experts compute.
+        that it travels while experts compute; and goes on from its node in front of what the chunk computes.
         """
         reader = self.here
-        assert reader is not None
         if is_backward(value) == is_backward(reader):
-            self.here = max(value, self.hops[-1].come).next
-        for hop in self.hops:
+            self.here = max(value.next, self.told)
+        for number, hop in enumerate(self.hops):
+            begin = self.begins[is_backward(reader)]
+            self.here = begin if number and value < begin else self.here
             value = self._travel(value, hop)
             for node in (value, *value.all_input_nodes[:1]):
                 self._place(node, reader)
         self.here = reader
         return value
 
-    def _back(self, node: fx.Node, rows: dict[fx.Node, Kinds]) -> None:
+    def _back(self, node: fx.Node) -> None:
         """What others read of a value comes back, summed up over copies."""
         meta = local_tensor(node)
-        readers = [user for user in node.users if user not in rows]
+        readers = [user for user in node.users if user not in self.rows]
         self.here, summed = node.next, node
         for hop in reversed(self.hops):
             got = TensorMeta((hop.sent_rows, *meta.shape[1:]), meta.dtype)
@@ -303,14 +216,23 @@ class _Exchange:
             reader.replace_input_with(node, summed)
 
     # ------------------------------------------------------------------------------------------- calls on copies
-    def _take_over(self, node: fx.Node, rows: dict[fx.Node, Kinds]) -> None:
-        """Let a call work on copies."""
+    def take_over(self, told: fx.Node) -> None:
+        """Let the calls work on copies. In front of `told` all that ranks tell each other has been sent."""
+        self.told = told
+        for node in self.ordered:
+            self.here = node
+            self._on_copies(node)
+        for node in self.ordered:
+            if self.rows[node] != "same" and any(user not in self.rows for user in node.users):
+                self._back(node)
+
+    def _on_copies(self, node: fx.Node) -> None:
         at = 2 if node.target in BY_EXPERT else LOOKUPS.get(node.target)
         ids = None if at is None else node.args[at]
         own_ids = self.numbered if node.target in BY_EXPERT else self.masked
 
         def swap(operand: fx.Node) -> fx.Node:
-            if is_size(operand) or operand in rows or not has_tokens(operand):
+            if is_size(operand) or operand in self.rows or not has_tokens(operand):
                 return operand
             return own_ids if operand is ids else self._get(operand)
 
@@ -318,60 +240,36 @@ class _Exchange:
         node.kwargs = fx.node.map_arg(node.kwargs, swap)  # type: ignore[assignment]
         node.meta.pop("dist_in", None)
         if node.target is own.expert_mm_backward.default:
-            node.args = (*node.args[:3], self.group.experts // self.ranks)
-        if rows[node] != "same":
+            node.args = (*node.args[:3], self.each)
+        if self.rows[node] != "same":
             self.whole[node] = {key: node.meta[key] for key in ("tensor", "dist") if key in node.meta}
-            self._on_copies(node)
-
-    def _on_copies(self, node: fx.Node) -> None:
-        """Sizes of a call, and of its results, whose first dim counted the rank's own tokens."""
-        position = SIZES.get(node.target)  # type: ignore[call-overload]
-        if position is not None:
-            sizes: Any = node.args[position]
-            first = sizes[0] if isinstance(sizes[0], int) and sizes[0] < 0 else self.size
-            node.args = (*node.args[:position], [first, *sizes[1:]], *node.args[position + 1 :])
-        meta = local_meta(node)
-        metas = [self._of_copies(one) for one in (meta if isinstance(meta, tuple) else (meta,))]
-        found = tuple(metas) if isinstance(meta, tuple) else metas[0]
-        node.meta.pop("dist", None)
-        node.meta.update(tensor=found, local=found)
-
-    def _of_copies(self, meta: Any) -> Any:
-        return TensorMeta((self.received_rows, *meta.shape[1:]), meta.dtype) if meta else meta
+            of_tokens(node, self.size, self.received_rows)
 
     def _get(self, value: fx.Node) -> fx.Node:
         """A value of the rank's own tokens, of the copies that it gets: what is large for a token is made there."""
         if value not in self.received:
-            if value not in self._sources(value):
-                given = {operand: self._get(operand) for operand in self._operands(value)}
-                assert self.here is not None
+            if value in sources(value, self.group.tokens, self.received):
+                self.received[value] = self._send(value)
+            else:
+                given = {operand: self._get(operand) for operand in operands_by_token(value, self.group.tokens)}
                 with self.graph.inserting_before(self.here):
                     made = self.graph.node_copy(value, lambda n: given.get(n, n))
                 made.meta = dict(value.meta)
                 self._place(made, self.here)
                 made.meta.pop("dist_in", None)
-                self._on_copies(made)
+                of_tokens(made, self.size, self.received_rows)
                 self.received[value] = made
-            else:
-                self.received[value] = self._send(value)
         return self.received[value]
 
-    def _operands(self, value: fx.Node) -> list[fx.Node]:
-        """Of a call that may as well be made of copies: what it reads of tokens."""
-        if value.op != "call_function" or isinstance(local_meta(value), tuple) or not is_by_token(value, self.tokens):
-            return []
-        return [operand for operand in tensor_operands(value) if has_tokens(operand)]
+    # --------------------------------------------------------------------------------------------- making calls
+    def _call(self, target: Any, args: tuple[Any, ...], meta: Any) -> fx.Node:
+        with self.graph.inserting_before(self.here):
+            node = self.graph.call_function(target, args)
+        self._place(node, self.here)
+        node.meta.update(tensor=meta, local=meta)
+        return node
 
-    def _sources(self, value: fx.Node, steps: int = _MOST_STEPS) -> frozenset[fx.Node]:
-        """What has to travel for a value: itself, or what it is made of if that is less."""
-        operands = self._operands(value) if steps and value not in self.received else []
-        made = frozenset[fx.Node]().union(*(self._sources(operand, steps - 1) for operand in operands))
-        less = sum(_width(one) for one in made if one not in self.received) < _width(value)
-        return made if operands and less else frozenset([value])
-
-
-def _width(value: fx.Node) -> int:
-    """Bytes per token."""
-    meta = local_meta(value)
-    first: Any = meta[0] if isinstance(meta, tuple) else meta
-    return first.dtype.itemsize * math.prod(size if isinstance(size, int) else _MANY for size in first.shape[1:])
+    def _place(self, node: fx.Node, like: fx.Node) -> None:
+        for key in ("fqn", "reader", "source", "backward", "phase"):
+            if key in like.meta:
+                node.meta[key] = like.meta[key]

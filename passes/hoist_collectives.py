@@ -40,15 +40,18 @@ class HoistCollectives:
     tier: ClassVar[Tier] = "exact"
 
     def __call__(self, graph: AnnotatedGraph) -> None:
+        last: dict[fx.Node, fx.Node] = {}  # of what stands behind a product already: collectives stay in their order
         for node in list(graph.graph.nodes):
             if not collective_kind(node) or phase_of(node) != "body":
                 continue
-            cursor, made = _made_of(node)
-            if cursor is None or _where(cursor) != _where(node):
+            product, made = _made_of(node)
+            if product is None or _where(product) != _where(node):
                 continue
-            for one in made:
+            cursor = last.get(product, product)
+            for one in (one for one in made if one > cursor):
                 cursor.append(one)
                 cursor = one
+            last[product] = cursor
 
 
 def _where(node: fx.Node) -> tuple[str, bool]:

@@ -12,21 +12,26 @@ of another graph, is the same memory:
 The others take turns in one *arena*, as large as the largest of them. It is all per rank: a quarter of a weight may
 lie inside a half on one rank and not on another.
 
+It runs last, on the programs of all strategies together, and changes none of them: a `StoragePass`, no `GraphPass`.
+
 Cost: none at run time; a view into a wider piece is strided. Saves: bytes(all graphs) - bytes(maximal pieces).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from fxpar.errors import StageParamError
+from fxpar.errors import StageParamError, StorageError
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
+from fxpar.ir.pass_base import Tier
+from fxpar.ir.pass_names import SHARING
 
 Pool = Literal["resident", "arena"]
 Runs = tuple[tuple[int, int, int], ...]  # (local start, global start, length)
@@ -46,6 +51,12 @@ class BufferView:
     def of(self, buffers: Mapping[tuple[Pool, torch.dtype], Tensor]) -> Tensor:
         """The tensor in these buffers."""
         return buffers[self.pool, self.dtype].as_strided(self.shape, self.stride, self.offset)
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The elements of the buffer from its first to behind its last, whatever lies between them."""
+        steps = ((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return self.offset, self.offset + (1 + sum(steps) if 0 not in self.shape else 0)
 
     @property
     def nbytes(self) -> int:
@@ -103,36 +114,120 @@ class _Piece:
         return torch.Size(self.shape).numel()
 
 
-def share_weights(programs: Mapping[str, Program], rank: int, resident: Collection[str] | None = None) -> SharedStorage:
-    """Lay out the parameters of all programs on `rank`; `resident` (all by default) names those that stay.
+@runtime_checkable
+class StoragePass(Protocol):
+    """What lays out the weights of all strategies of a run; `name` and `tier` as a `GraphPass` has them."""
 
-    Offsets are multiples of 256 bytes. Parameters stand in the order of the first program, so that those of equal
-    layers stand at equal distances.
+    name: ClassVar[str]
+    tier: ClassVar[Tier]
+
+    def lay_out(
+        self, programs: Mapping[str, Program], rank: int, resident: Collection[str] | None = None
+    ) -> SharedStorage:
+        """Views of the parameters of all programs on `rank`; `resident` (all by default) names those that stay."""
+        ...
+
+
+@dataclass(frozen=True)
+class ShareWeights:
+    """No options."""
+
+    name: ClassVar[str] = SHARING
+    tier: ClassVar[Tier] = "exact"
+
+    def lay_out(
+        self, programs: Mapping[str, Program], rank: int, resident: Collection[str] | None = None
+    ) -> SharedStorage:
+        """Offsets are multiples of 256 bytes. Parameters stand in the order of the first program, so that those of
+        equal layers stand at equal distances.
+        """
+        keep = tuple(name for name in programs if resident is None or name in resident)
+        wanted = {name: _pieces(program, rank) for name, program in programs.items()}
+        numel: dict[tuple[Pool, torch.dtype], int] = {}
+        arena_numel: dict[str, dict[torch.dtype, int]] = {name: {} for name in programs}
+        views: dict[str, dict[str, BufferView]] = {name: {} for name in programs}
+        for fqn in dict.fromkeys(fqn for pieces in wanted.values() for fqn in pieces):
+            held = {name: pieces[fqn] for name, pieces in wanted.items() if fqn in pieces}
+            placed: list[tuple[_Piece, BufferView]] = []
+            # Largest first: whatever can lie inside another piece finds it there already.
+            for name in sorted(held, key=lambda name: (name not in keep, -held[name][0].numel)):
+                piece, dtype = held[name]
+                view = _inside(piece, dtype, placed)
+                if view is None and name in keep:
+                    view = _append(piece, dtype, "resident", numel)
+                    placed.append((piece, view))
+                elif view is None:
+                    mine: dict[tuple[Pool, torch.dtype], int] = {("arena", d): n for d, n in arena_numel[name].items()}
+                    view = _append(piece, dtype, "arena", mine)
+                    arena_numel[name] = {d: n for (_, d), n in mine.items()}
+                views[name][fqn] = view
+        for sizes in arena_numel.values():
+            for dtype, count in sizes.items():
+                numel["arena", dtype] = max(numel.get(("arena", dtype), 0), count)
+        return SharedStorage(numel, views, keep)
+
+
+def check_storage(
+    name: str, programs: Mapping[str, Program], rank: int, resident: Collection[str], storage: SharedStorage
+) -> None:
+    """Raise StorageError that names the pass unless each strategy finds all of its parameters in the buffers, and none
+    writes over what it has there, or one that stays (`resident`): two views may overlap only where both lie inside of a
+    third, or one of them, as their pieces do.
     """
-    keep = tuple(name for name in programs if resident is None or name in resident)
-    wanted = {name: _pieces(program, rank) for name, program in programs.items()}
-    numel: dict[tuple[Pool, torch.dtype], int] = {}
-    arena_numel: dict[str, dict[torch.dtype, int]] = {name: {} for name in programs}
-    views: dict[str, dict[str, BufferView]] = {name: {} for name in programs}
-    for fqn in dict.fromkeys(fqn for pieces in wanted.values() for fqn in pieces):
-        held = {name: pieces[fqn] for name, pieces in wanted.items() if fqn in pieces}
-        placed: list[tuple[_Piece, BufferView]] = []
-        # Largest first: whatever can lie inside another piece finds it there already.
-        for name in sorted(held, key=lambda name: (name not in keep, -held[name][0].numel)):
-            piece, dtype = held[name]
-            view = _inside(piece, dtype, placed)
-            if view is None and name in keep:
-                view = _append(piece, dtype, "resident", numel)
-                placed.append((piece, view))
-            elif view is None:
-                mine: dict[tuple[Pool, torch.dtype], int] = {("arena", d): n for d, n in arena_numel[name].items()}
-                view = _append(piece, dtype, "arena", mine)
-                arena_numel[name] = {d: n for (_, d), n in mine.items()}
-            views[name][fqn] = view
-    for sizes in arena_numel.values():
-        for dtype, count in sizes.items():
-            numel["arena", dtype] = max(numel.get(("arena", dtype), 0), count)
-    return SharedStorage(numel, views, keep)
+    standing: list[_Held] = []
+    for strategy, program in programs.items():
+        held = []
+        for fqn, (piece, dtype) in _pieces(program, rank).items():
+            view = storage.views.get(strategy, {}).get(fqn)
+            if view is None:
+                raise StorageError(name, fqn, strategy, rank, "it has no view")
+            if (view.shape, view.dtype) != (piece.shape, dtype):
+                wanted = f"{dtype}{list(piece.shape)}, not {view.dtype}{list(view.shape)}"
+                raise StorageError(name, fqn, strategy, rank, f"the rank holds {wanted}")
+            if view.offset < 0 or view.ends[1] > storage.numel.get((view.pool, dtype), 0):
+                raise StorageError(name, fqn, strategy, rank, "its view goes beyond the buffer")
+            if strategy in resident and view.pool != "resident":
+                raise StorageError(name, fqn, strategy, rank, "the strategy stays, and its weight lies in the arena")
+            held.append(_Held(fqn, strategy, piece, view))
+        standing += [one for one in held if one.view.pool == "resident"]
+        _check_apart(name, rank, [one for one in held if one.view.pool == "arena"])
+    _check_apart(name, rank, standing)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A parameter of a strategy, and where it lies."""
+
+    fqn: str
+    strategy: str
+    piece: _Piece
+    view: BufferView
+
+    def lies_in(self, other: _Held) -> bool:
+        return _inside(self.piece, self.view.dtype, [(other.piece, other.view)]) == self.view
+
+
+def _check_apart(name: str, rank: int, held: list[_Held]) -> None:
+    """Raises StorageError for views that overlap, other than as pieces of one."""
+    whole: dict[str, list[_Held]] = defaultdict(list)
+    for one in sorted(held, key=lambda one: -one.piece.numel):
+        if not any(one.lies_in(other) for other in whole[one.fqn]):
+            whole[one.fqn].append(one)
+    ends: dict[torch.dtype, tuple[int, _Held | None]] = {}
+    for one in sorted(
+        (one for some in whole.values() for one in some), key=lambda one: (one.view.ends[0], -one.view.ends[1])
+    ):
+        end, before = ends.get(one.view.dtype, (0, None))
+        if one.view.ends[0] < end and before is not None and one.piece.numel:
+            raise StorageError(name, one.fqn, one.strategy, rank, f"it lies over {before.fqn} of '{before.strategy}'")
+        steps = sorted((step, size) for step, size in zip(one.view.stride, one.view.shape, strict=True) if size > 1)
+        reach = 1
+        for step, size in steps:
+            if step < reach:
+                raise StorageError(name, one.fqn, one.strategy, rank, "its view has elements on top of each other")
+            reach = step * size
+        if one.view.ends[1] > end:
+            ends[one.view.dtype] = (one.view.ends[1], one)
 
 
 def _pieces(program: Program, rank: int) -> dict[str, tuple[_Piece, torch.dtype]]:

@@ -246,7 +246,7 @@ def _check_ends(graph: AnnotatedGraph, result: fx.Graph, error: Callable[[str, s
             new.meta.update(tensor=tensor_of(old), dist=dist_of(old))
         if dist_of(new) != dist_of(old) or tensor_of(new) != tensor_of(old):
             raise error(
-                f"{what} is %{new.name}, which lies as {new.meta['dist']} instead of {old.meta['dist']}",
+                f"{what} is %{new.name}, which is placed as {new.meta['dist']} instead of {old.meta['dist']}",
                 "Keep the results",
             )
     output.args = (tuple(results),)

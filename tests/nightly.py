@@ -341,7 +341,6 @@ AT_NIGHT: dict[str, tuple[str, ...]] = {
         "test_bins_have_room_where_the_head_runs_in_chunks",  # test_the_head_may_run_in_chunks, by position
     ),
     "search/test_simulate_switches.py": (
-        "test_bytes_are_the_published_ones",  # benchmarks/test_simulate_tables.py
         "test_fusion_saves_the_latency_of_messages",  # benchmarks/test_simulate_tables.py
     ),
     "search/test_staged.py": ("test_what_zero_cuts_is_cut_once[dp4.pp2+zero3]",),

@@ -40,7 +40,7 @@ def test_every_option_stands_in_the_signature_and_in_the_docstring():
     found = inspect.signature(fxpar.parallelize).parameters
     assert list(found) == ["target", *inspect.signature(ParallelizeOptions).parameters]
     assert found["strategies"].default is found["plan"].default is None  # one of them is given
-    assert (found["target"].default, found["staging_bytes"].default) == (None, 64 << 20)
+    assert (found["target"].default, found["staging_bytes"].default) == (..., 64 << 20)
     about = inspect.getdoc(fxpar.parallelize)
     undocumented = [name for name in found if f"`{name}" not in about]
     assert not undocumented

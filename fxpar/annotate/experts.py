@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from fxpar.errors import ExpertIdsError, ExpertsDivideError, ExpertWeightsError, NoExpertsError
+from fxpar.errors import ExpertChunksError, ExpertIdsError, ExpertsDivideError, ExpertWeightsError, NoExpertsError
 from fxpar.flow import token_symbol
 from fxpar.ir.axes import EXPERTS
 from fxpar.ir.dist_config import Shard
@@ -129,6 +129,34 @@ def check_experts(logical: LogicalGraph, strategy: Strategy) -> None:
         raise NoExpertsError(str(strategy), logical.name, text, taken=rule is None and bool(found))
 
 
+def check_expert_chunks(logical: LogicalGraph, strategy: Strategy) -> None:
+    """Raise ExpertChunksError for a strategy, or a rule of it, that lets tokens travel in chunks, where experts are not
+    apart, see means of rows, or are none.
+    """
+    for block in strategy.blocks:
+        check_expert_chunks(logical, block)
+    if strategy.blocks or strategy.most("ep_chunks") == 1:
+        return
+    text, layouts = str(strategy), (None, *range(len(strategy.rules)))
+    said = {rule for rule in layouts if ((strategy if rule is None else strategy.rules[rule]).ep_chunks or 1) > 1}
+    for node in logical.gm.graph.nodes:
+        module = fqn_of(node)
+        if node.target not in EXPERT_PRODUCTS or strategy.chunks_of(module, "ep_chunks") == 1:
+            continue
+        said.discard(strategy.rule_of(module, "ep_chunks"))
+        where = f"those of {module!r}"
+        if experts_degree(strategy, strategy.rule_of(module)) == 1:
+            do = f"Give them ep, such as {EXPERTS}2, or leave the flag out."
+            raise ExpertChunksError(text, where, "are on every rank", do)
+        if strategy.share_of("lsh", strategy.rule_of(module, "lsh")):
+            do = f"Leave one of the two out, as in [{module or '*'}: +ep_chunks(1)]."
+            raise ExpertChunksError(text, where, "see means of all rows of a rank, by lsh(...)", do)
+    for rule in sorted(said, key=lambda rule: -1 if rule is None else rule):
+        where = f"model {logical.name!r}" if rule is None else f"the modules of rule {str(strategy.rules[rule])!r}"
+        do = "Leave the flag out, or write it for modules around experts."
+        raise ExpertChunksError(text, where, "has none" if rule is None else "have none", do)
+
+
 def _mixes_experts(made: Any, params: Collection[fx.Node], sizes: Sizes, degree: int) -> fx.Node | None:
     """The last call on the way from parameters to weights of experts, [E, ...], of which no cut by expert is known to
     give a cut by expert; None if there is none, or if the weights are made of something else too.
@@ -149,4 +177,4 @@ def _mixes_experts(made: Any, params: Collection[fx.Node], sizes: Sizes, degree:
     return None
 
 
-__all__ = ["balanced_routes", "check_experts", "experts_degree", "experts_of", "is_of_experts"]
+__all__ = ["balanced_routes", "check_expert_chunks", "check_experts", "experts_degree", "experts_of", "is_of_experts"]

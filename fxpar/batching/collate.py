@@ -264,7 +264,7 @@ def _check_jumps(index: int, positions: Tensor) -> None:
         raise SequenceError(
             index,
             f"has 'position_ids' that go from {int(positions[at - 1])} to {int(positions[at])} at token {at}: does a "
-            "document begin there? Say which there are by 'document_ids', or count up by 1, from 0 in each",
+            "document begin there? Mark them by 'document_ids', or count up by 1, from 0 in each",
         )
 
 

@@ -103,7 +103,7 @@ def _read_plain(path: Path, part: str) -> dict[str, Any]:
         found = decode(json.loads((path / PLAIN).read_text(encoding="utf-8"))[part])
         if isinstance(found, dict):
             return found
-        raise TypeError(f"{part!r} is no table")
+        raise TypeError(f"{part!r} is not a table")
     except Exception as error:  # it may be anybody's: too deep, a tensor of another shape, what has no hash
         why = f"{PLAIN} cannot be read ({type(error).__name__}: {one_line(error, 100)}). {advice(path)}"
         raise CorruptCheckpointError(path, why) from error

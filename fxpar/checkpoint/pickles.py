@@ -144,14 +144,14 @@ def _add(m: _Machine, values: list[Any]) -> None:
 
 def _append(m: _Machine, values: list[Any]) -> None:
     if type(m.stack[-1]) is not list:
-        raise TypeError("a value is appended to what is no list")
+        raise TypeError("a value is appended to what is not a list")
     m.stack[-1].extend(values)
 
 
 def _object(m: _Machine) -> None:
     args, kind = m.stack.pop(), m.stack.pop()
     if not isinstance(kind, Kind) or args != ():
-        raise TypeError("an object is made of what is no class of the metadata, or with arguments")
+        raise TypeError("an object is made of what is not a class of the metadata, or with arguments")
     m.stack.append(Record(kind.name))
 
 

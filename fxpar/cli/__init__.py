@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import AbstractContextManager, nullcontext
+
 
 def main() -> None:
     """Entry point of the console script `fxpar` and of `python -m fxpar`; the process ends with it."""
@@ -27,4 +30,14 @@ def run() -> None:
     collect_seldom()
     from fxpar.cli.app import app
 
-    app(prog_name="fxpar")
+    with _shell():
+        app(prog_name="fxpar")
+
+
+def _shell() -> AbstractContextManager[None]:
+    """What bash needs beside other shells where it asks for completions, by the script that typer makes for it."""
+    if os.environ.get("_FXPAR_COMPLETE") != "complete_bash":
+        return nullcontext()
+    from fxpar.cli.complete import words_of_bash
+
+    return words_of_bash()

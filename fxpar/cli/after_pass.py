@@ -5,7 +5,6 @@ Imported when one is asked for: a graph in the cache needs none of the lowering.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import islice
 
 import torch
@@ -15,7 +14,6 @@ from fxpar.cli.source import read_rows, storage_dtype
 from fxpar.errors import SidesError, UnknownPassError
 from fxpar.graph_diff import Digest, digest, joined
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
-from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import graphs_after, lower
 from fxpar.lowering.ladder import default_passes
@@ -69,9 +67,3 @@ def after_passes(source: GraphSource, strategy: Strategy, steps: tuple[str, str]
     logical = read_rows(source)
     lower(logical, strategy, storage=storage_dtype(source), on_pass=look)
     return [joined(seen[step], logical.name, strategy, f"{strategy} after {step}") for step in steps]
-
-
-def lowered_alike(source: GraphSource, strategies: Sequence[Strategy]) -> list[TrainGraph]:
-    """The same capture under each strategy."""
-    logical = read_rows(source)
-    return [lower(logical, strategy, storage=storage_dtype(source)) for strategy in strategies]

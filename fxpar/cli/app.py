@@ -24,8 +24,10 @@ from fxpar.cli import (
 )
 from fxpar.cli.console import reporting, working
 from fxpar.cli.options import Debug, GraphSource, Offered
+from fxpar.cli.usage import Command, Program
 
 app = typer.Typer(
+    cls=Program,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -248,4 +250,6 @@ def _runner(name: str) -> Callable[[Any], object]:
 
 
 for _name, _summary, _words, _lines in COMMANDS:
-    app.command(name=_name, short_help=_summary, epilog=_examples(_lines))(reporting(command_of(_name, _words)))
+    app.command(name=_name, cls=Command, short_help=_summary, epilog=_examples(_lines))(
+        reporting(command_of(_name, _words))
+    )

@@ -22,10 +22,12 @@ from fxpar.cli.options import (
     OneStrategy,
     Strategies,
     Tflops,
+    complete_models,
     complete_passes,
     one_strategy,
     split_strategies,
 )
+from fxpar.ir.pass_names import SHARING
 
 CAPACITY = re.compile(r"(\d{1,6}(?:\.\d{1,6})?) ?([mg]i?b)", re.IGNORECASE)
 _CAPACITY_UNITS = {"mb": 10**6, "gb": 10**9, "mib": 2**20, "gib": 2**30}
@@ -100,7 +102,8 @@ class DumpRequest:
         typer.Option(
             metavar="PASS",
             autocompletion=complete_passes,
-            help="The graph after this pass: a name or step of `fxpar passes`.",
+            help="The graph after this pass: a name or step of `fxpar passes`; the buffers after share_weights, which "
+            "takes several strategies.",
         ),
     ] = None
     fqn: Annotated[
@@ -146,12 +149,15 @@ class DumpRequest:
 
     @property
     def strategy(self) -> str | None:
-        """The one that the words name, if any."""
-        return one_strategy(self.strategies)
+        """The one that the words name, if any; the first where several share weights."""
+        found = split_strategies(self.strategies)
+        return found[0] if self.after == SHARING and found else one_strategy(self.strategies)
 
     @property
     def strategy_texts(self) -> list[str]:
-        """Those that are looked at: the logical graph has none."""
+        """Those that are looked at: the logical graph has none, and storage all."""
+        if self.after == SHARING:
+            return split_strategies(self.strategies)
         return [] if self.strategy is None or self.level == "logical" else [self.strategy]
 
     @property
@@ -183,12 +189,23 @@ class DiffRequest:
 
     source: Annotated[GraphSource, Offered()]
     other: Annotated[
-        str | None, typer.Argument(metavar="[OTHER]", help="A second graph file or MODEL.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="[OTHER]",
+            help="A second graph file or MODEL.",
+            show_default=False,
+            autocompletion=complete_models,
+        ),
     ] = None
     strategies: Strategies = ()
     passes: Annotated[
         tuple[str, str] | None,
-        typer.Option(metavar="P1 P2", help="After these two passes (name or step).", show_default=False),
+        typer.Option(
+            metavar="P1 P2",
+            help="After these two passes (name or step).",
+            show_default=False,
+            autocompletion=complete_passes,
+        ),
     ] = None
     before: Annotated[
         str | None,

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from fxpar.cli.commands import DiffRequest
 from fxpar.cli.console import stdout_console, working
 from fxpar.cli.diff_show import show
+from fxpar.cli.options import GraphSource
 from fxpar.cli.request import check_output, collected_warnings, write_json
-from fxpar.cli.source import apart, check_one_team, read_graph, strategies_of
+from fxpar.cli.rows import Rows
+from fxpar.cli.source import (
+    apart,
+    check_one_team,
+    from_cache,
+    placed_words,
+    read_graph,
+    read_lowered,
+    rows_once,
+    strategies_of,
+)
 from fxpar.errors import NoModuleError, SidesError, nearest
 from fxpar.graph_diff import Digest, compare, digest
 from fxpar.ir.graph import LogicalGraph
-from fxpar.ir.printer import AnyGraph
 from fxpar.ir.strategy import Strategy
 
 
@@ -56,24 +66,31 @@ def _graphs(request: DiffRequest, strategies: list[Strategy]) -> list[Digest]:
         raise SidesError(
             "there is only one side", "Give a second strategy with -s, a second graph file, or a pass with --after"
         )
-    sources = [source, replace(source, model=request.other or source.model)]
-    graphs: Sequence[AnyGraph]
-    if request.other is None and not source.cache and not source.is_file:
-        from fxpar.cli.after_pass import lowered_alike
-
-        graphs = lowered_alike(source, strategies)  # one capture for both
-    else:
-        wanted = [*strategies, *strategies][:2] if strategies else [None, None]
-        graphs = [read_graph(each, None, strategy) for each, strategy in zip(sources, wanted, strict=True)]
-    check_one_team("fxpar diff", [each.strategy for each in graphs if not isinstance(each, LogicalGraph)])
-    files = [each.model if each.is_file and request.other else "" for each in sources]
-    return [digest(g, _title(g, file), only=request.fqn) for g, file in zip(graphs, files, strict=True)]
+    wanted = [*strategies, *strategies][:2] if strategies else [None, None]
+    if request.other is None:
+        rows = rows_once(source)  # one capture for both
+        return [_side(source, strategy, request.fqn, rows) for strategy in wanted]
+    sources = [source, replace(source, model=request.other)]
+    sides = [_side(*each, request.fqn, rows_once(each[0])) for each in zip(sources, wanted, strict=True)]
+    return [
+        replace(side, title=f"{each.model} ({side.title})") if each.is_file else side
+        for side, each in zip(sides, sources, strict=True)
+    ]
 
 
-def _title(graph: AnyGraph, file: str) -> str:
-    """The strategy, and the file if there are two."""
-    strategy = "logical" if isinstance(graph, LogicalGraph) else str(graph.strategy)
-    return f"{file} ({strategy})" if file else strategy
+def _side(source: GraphSource, strategy: Strategy | None, only: str | None, rows: Rows) -> Digest:
+    """The digest of what a source and a strategy give; kept, as a graph takes seconds to read."""
+
+    def build() -> dict[str, Any]:
+        whole = strategy is None or source.is_file
+        graph = read_graph(source, None, strategy) if whole else read_lowered(source, strategy, rows)
+        if not isinstance(graph, LogicalGraph):
+            check_one_team("fxpar diff", [graph.strategy])  # a file's
+        return digest(graph, only=only).to_json()
+
+    placed = {"precision": source.precision} if strategy is None else placed_words(source, strategy)
+    what = {"kind": "digest", "only": only, **placed}
+    return Digest.from_json(from_cache(source, what, build, *([strategy] if strategy else []), answer=True))
 
 
 def _check_glob(old: Digest, new: Digest, glob: str | None) -> None:

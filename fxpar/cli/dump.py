@@ -14,6 +14,9 @@ from fxpar.cli.request import check_graph_output, check_output, collected_warnin
 from fxpar.cli.source import (
     check_one_team,
     check_stage,
+    from_cache,
+    on_cluster,
+    placed_words,
     read_for_store,
     read_graph,
     read_origin,
@@ -35,6 +38,7 @@ from fxpar.ir.columns import folded
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import LogicalGraph, run_sizes
 from fxpar.ir.node_meta import fqn_of
+from fxpar.ir.pass_names import SHARING
 from fxpar.ir.pipeline_graph import PipelineGraph, TeamsGraph
 from fxpar.ir.printer import AnyGraph, format_graph, matches, parts, without_folders
 from fxpar.ir.sent import sent
@@ -45,26 +49,60 @@ from fxpar.schedule import Timeline, chart
 def run_dump(request: DumpRequest) -> None:
     """Do it. Raises FxparError."""
     begun = time.process_time()
+    if request.after == SHARING:
+        from fxpar.cli.storage import dump_storage
+
+        dump_storage(request)
+        return
     strategies = strategies_of(request.source, request.strategy_texts)
     _check_words(request)
     (check_graph_output if request.form == "graph" else check_output)(request.target)
+    strategy = strategies[0] if strategies else None
     notes: list[str] = []
     with working() as status, collected_warnings(notes):
         status.update(f"reading {request.source.model}")
         if request.level == "annotated" or request.after:
             check_one_team("this dump", strategies)
-        graph = _graph(request, strategies[0] if strategies else None)
-        whole = request.after is None or strategies[0].pipeline_size == 1  # batches are those of all stages
-        origin = read_origin(request.source, graph) if request.form == "graph" and whole else None
-    _check_stage(request, graph)
-    if isinstance(graph, TeamsGraph) and (request.form == "dot" or request.rank is not None or request.schedule):
-        check_one_team("this dump", [graph.strategy])
-    said = () if isinstance(graph, LogicalGraph) else graph.notes  # those are in the dump
-    show_notes(without_folders(note) for note in notes if note not in said)
+        if request.form == "graph":
+            graph = _graph(request, strategy)
+            said = _notes(graph)
+            whole = request.after is None or strategies[0].pipeline_size == 1  # batches are those of all stages
+            origin = read_origin(request.source, graph) if whole else None
+        elif request.form == "text":
+            asked = {**_asked(request), **({} if strategy is None else placed_words(request.source, strategy))}
+            text, said = from_cache(
+                request.source, asked, lambda: _written(request, strategy, begun), *strategies, answer=True
+            )
+        else:
+            text, said = _written(request, strategy, begun)
+    show_notes(without_folders(note) for note in notes if note not in said)  # those are in the dump
     if request.form == "graph":
+        _check_stage(request, graph)
         save_graph(request.target, graph, origin)
         stderr_console().print(f"wrote the {kind_of(graph)} graph of {graph.name} to {request.target}", markup=False)
         return
+    write_output(request.target, _folded(text) if request.form == "text" and request.target == "-" else text)
+
+
+def _asked(request: DumpRequest) -> dict[str, object]:
+    """What decides the text of a dump, beside the model and the strategy."""
+    names = ("stage", "after", "fqn", "rank", "schedule", "micro_batches", "fold", "brief", "tflops")
+    cluster = None if request.cluster is None else ClusterSpec.from_file(request.cluster)
+    of_graph = {"precision": request.source.precision, "storage": request.source.storage}
+    return {"kind": "dump", **of_graph, **{name: getattr(request, name) for name in names}, **on_cluster(cluster)}
+
+
+def _notes(graph: SavedGraph) -> list[str]:
+    """Those that the dump of a graph has."""
+    return [] if isinstance(graph, LogicalGraph) else list(graph.notes)
+
+
+def _written(request: DumpRequest, strategy: Strategy | None, begun: float) -> tuple[str, list[str]]:
+    """What goes into the file, or to stdout, and the notes in it."""
+    graph = _graph(request, strategy)
+    _check_stage(request, graph)
+    if isinstance(graph, TeamsGraph) and (request.form == "dot" or request.rank is not None or request.schedule):
+        check_one_team("this dump", [graph.strategy])
     view = None
     if request.rank is not None:
         graph, view = as_rank(_program(graph), request.rank)
@@ -73,8 +111,7 @@ def run_dump(request: DumpRequest) -> None:
             raise DumpOptionError(
                 f"--rank {request.rank}", f"is of stage {runs}", "Leave out --stage, or name that one"
             )
-    text = _written(request, graph, view, begun)
-    write_output(request.target, _folded(text) if request.form == "text" and request.target == "-" else text)
+    return _text(request, graph, view, begun), _notes(graph)
 
 
 def _folded(text: str) -> str:
@@ -104,8 +141,8 @@ def _graph(request: DumpRequest, strategy: Strategy | None) -> SavedGraph:
     return graph_after(read_rows(request.source), strategy, request.after, stage or 0, storage_dtype(request.source))
 
 
-def _written(request: DumpRequest, graph: AnyGraph, view: RankView | None, begun: float) -> str:
-    """What goes into the file, or to stdout."""
+def _text(request: DumpRequest, graph: AnyGraph, view: RankView | None, begun: float) -> str:
+    """The graph in the form that was asked for."""
     if request.fqn is not None:
         _check_glob(graph, request.fqn)
     timeline = planned(request, graph) if request.schedule and isinstance(graph, PipelineGraph) else None

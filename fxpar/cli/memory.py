@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 
-from fxpar.annotate.experts import balanced_routes
 from fxpar.cli.commands import MemoryRequest
 from fxpar.cli.console import plain_table, print_table, stdout_console, working
 from fxpar.cli.request import check_output, collected_warnings, write_json
@@ -89,6 +88,8 @@ def _predicted(
     count = request.micro_batches or steady_micro_batches(strategy)
 
     def build() -> tuple[dict[str, Any], tuple[str, ...]]:
+        from fxpar.annotate.experts import balanced_routes  # with all that places tensors
+
         sizes = None if request.tokens is None else micro_batch_sizes(rows(), request.tokens)
         program = read_for_store(request.source, strategy, sizes, rows)
         conditions = Conditions(longest=request.longest)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fxpar.cli.console import human_seconds, print_table, stdout_console
 from fxpar.cli.request import check_output, write_json
 from fxpar.cli.source import Layouts
 from fxpar.cli.switch import layouts_of, predicted_for, same_world
 from fxpar.cli.switch_commands import OrderRequest
-from fxpar.errors import PlannerError
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.errors import OrderError, PlannerError
 from fxpar.ir.columns import human_bytes
 from fxpar.ir.strategy import Strategy
-from fxpar.store import home_layout, wire_layout
-from fxpar.store.home import ParamSpec
-from fxpar.switch.order import EXHAUSTIVE, OrderPlan, OrderSearch, Training
+from fxpar.store import home_of
+from fxpar.switch import ParamLayout
+from fxpar.switch.order import EXHAUSTIVE, Leaving, OrderPlan, SwitchSchedule
 from fxpar.switch.planners import planner_names
 
 _FLOWS = {
@@ -31,22 +32,14 @@ def run_order(request: OrderRequest) -> None:
     if request.planner not in planner_names():
         raise PlannerError(request.planner, planner_names())
     strategies, cluster = same_world(request.source, request.strategy_texts, request.cluster)
+    names = [str(one) for one in strategies]
+    if len(set(names)) < len(names):
+        raise OrderError("two of the strategies are the same")
     first = None if request.first is None else str(Strategy.parse(request.first))
     check_output(request.json)
     found = layouts_of(request.source, strategies)
     begun = time.process_time()
-    training = training_of(found) if request.gradients == "home" else None
-    kept_bytes = None if request.keep_gb is None else int(request.keep_gb * 1e9)
-    search = OrderSearch(
-        [each.params for each in found],
-        cluster,
-        request.planner,
-        request.gradients,
-        kept_bytes if training else kept_bytes or 0,
-        request.by,
-        training,
-    )
-    names = [each.params.name for each in found]
+    search = schedule_of(request, found, cluster)
     given = search.evaluate(names)
     same_first = search.best(names[0])
     best = search.best(first)
@@ -65,13 +58,27 @@ def run_order(request: OrderRequest) -> None:
         _show(request, predicted_for(request.cluster, cluster), plans, document)
 
 
-def training_of(found: Sequence[Layouts]) -> Training:
-    """What a run with these strategies has beside them; the first says which parameters there are."""
-    first = found[0].params
-    specs = [ParamSpec(fqn, param.shape, param.dtype) for fqn, param in first.params.items()]
-    masters = home_layout(specs, first.world)
-    gradients = {each.params.name: each.gradients for each in found}
-    return Training(masters, wire_layout(masters, specs), gradients)
+def schedule_of(request: OrderRequest, found: Sequence[Layouts], cluster: ClusterSpec) -> SwitchSchedule:
+    """As the engine has it, or in HotSPa's flow; who stays where the memory is limited is searched."""
+    layouts = {each.params.name: each.params for each in found}
+    home: ParamLayout | None = None
+    gradients: Leaving | Literal["chain", "none"]
+    if request.gradients == "home":
+        masters, home = home_of(found[0].params)  # the first says which parameters there are
+        gradients = Leaving({each.params.name: each.gradients for each in found}, masters)
+    else:
+        gradients = request.gradients
+    return SwitchSchedule(
+        layouts,
+        home,
+        cluster,
+        request.planner,
+        resident=tuple(layouts) if home is not None and request.keep_gb is None else (),
+        keep_bytes=int((request.keep_gb or 0) * 1e9),
+        by=request.by,
+        gradients=gradients,
+        priced_only=True,
+    )
 
 
 def _figures(plan: OrderPlan, tokens: int | None) -> dict[str, Any]:
@@ -85,7 +92,7 @@ def _figures(plan: OrderPlan, tokens: int | None) -> dict[str, Any]:
 def _show(request: OrderRequest, where: str, plans: dict[str, OrderPlan], document: dict[str, Any]) -> None:
     console = stdout_console()
     head = f"{request.source.model}, a mini-batch: {_FLOWS[request.gradients]}; bytes of all ranks; {where}"
-    console.print(head, markup=False, soft_wrap=True)
+    console.print(head, markup=False)
     rows = []
     for name, plan in plans.items():
         cells = [name, human_bytes(plan.inter_node_bytes), human_bytes(plan.intra_node_bytes)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -19,6 +20,10 @@ from fxpar.cli.run_commands import PassesRequest
 from fxpar.errors import FxparError
 from fxpar.ir.columns import folded
 from fxpar.ir.pass_names import BUILTIN, LADDER, PASSES
+
+_CLASS = re.compile(r"^class (\w+).*?(?=^\S|\Z)", re.MULTILINE | re.DOTALL)  # with its body
+_TIER = re.compile(r"^    tier\b.*=", re.MULTILINE)  # a protocol only says that there is one
+_DOC = re.compile(r"\s*(?:class [^\n]*:\s+)?\"\"\"(.*?)(?:\"\"\"|\n)")  # its first line
 
 
 def run_passes(request: PassesRequest) -> None:
@@ -85,18 +90,26 @@ def _plain(value: Any) -> Any:
 
 
 def first_line(name: str) -> str:
-    """The first line of a pass' description; of a pass that cannot be loaded, why not."""
+    """The first line of a pass' description; of a pass that cannot be loaded, why not.
+
+    Of fxpar's own without parsing their files, which takes as long as all else of a list.
+    """
     try:
-        return description_of(name).splitlines()[0]
+        file, attribute = _place_of(name)
+        text = "" if file is None else file.read_text(encoding="utf-8")
+        classes = {found[1]: found[0] for found in _CLASS.finditer(text)}
+        steps = [each for each, body in classes.items() if _TIER.search(body)]
+        whole, own = _DOC.match(text), _DOC.search(classes.get(attribute, ""))
+        found = whole if whole and steps in ([], [attribute]) else own or whole
+        return found[1] if found else description_of(name).splitlines()[0]
     except FxparError as error:
         return f"({error})"
 
 
 def description_of(name: str) -> str:
     """What `description` says of the pass called `name`; of fxpar's own from its file. Raises as `PASSES.get` does."""
-    place, _, attribute = BUILTIN.get(name, "").partition(":")
-    file = Path(fxpar.__file__).parents[1].joinpath(*place.split(".")).with_suffix(".py")
-    if not place.startswith("fxpar.") or not file.is_file():
+    file, attribute = _place_of(name)
+    if file is None:
         return description(PASSES.get(name))
     module = ast.parse(file.read_text(encoding="utf-8"))
     classes = {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
@@ -105,9 +118,20 @@ def description_of(name: str) -> str:
     return _joined(ast.get_docstring(module) or "", own, alone=steps in ([], [attribute]))
 
 
+def _place_of(name: str) -> tuple[Path | None, str]:
+    """The file of one of fxpar's own passes, None for others, and the name of its class."""
+    place, _, attribute = BUILTIN.get(name, "").partition(":")
+    file = Path(fxpar.__file__).parents[1].joinpath(*place.split(".")).with_suffix(".py")
+    return (file if place.startswith("fxpar.") and file.is_file() else None), attribute
+
+
 def _sets(line: ast.stmt, name: str) -> bool:
     """Whether the line of a class body gives the attribute."""
-    targets = line.targets if isinstance(line, ast.Assign) else [line.target] if isinstance(line, ast.AnnAssign) else []
+    targets: list[ast.expr] = []
+    if isinstance(line, ast.Assign):
+        targets = line.targets
+    elif isinstance(line, ast.AnnAssign) and line.value is not None:  # a protocol only says that there is one
+        targets = [line.target]
     return any(isinstance(target, ast.Name) and target.id == name for target in targets)
 
 

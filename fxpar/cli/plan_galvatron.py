@@ -116,7 +116,7 @@ def run_import_galvatron(path: str, devices: int | None = None, json: str | None
         steps = _micro_batches(plan.micro_batches)
         console.print(f"{path}: {plan.devices} devices, batch {plan.batch} in {steps}, {plan.schedule}", markup=False)
         _show_runs(runs, str(plan.ends))
-        console.print(f"as one strategy: {document['strategy']}", markup=False, soft_wrap=True)
+        console.print(f"as one strategy: {document['strategy']}", markup=False)
 
 
 def _plan_document(found: LayeredPlan, seq_len: int) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def look_at_labels(path: str, graph: LogicalGraph | Program) -> None:
         if node.target is aten.nll_loss_forward.default:
             seen.add((node.args[1], tensor_of(node.args[0]).shape))
         elif node.target is _UNSEEING and (node.args[2], tensor_of(node.args[1]).shape) not in seen:
-            raise GraphFileError(path, f"%{node.name} of its graph is no gradient of a loss before it", _AGAIN)
+            raise GraphFileError(path, f"%{node.name} of its graph is not the gradient of a loss before it", _AGAIN)
 
 
 _UNSEEING = aten.nll_loss_backward.default

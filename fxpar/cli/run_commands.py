@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from fxpar.cli.options import Debug, Json, complete_passes
+from fxpar.cli.options import Debug, Json, complete_passes, complete_strategies
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class TrainRequest:
         typer.Option(
             metavar="static|S",
             help="Train again under one strategy and compare; static: the one of the longest.",
+            autocompletion=complete_strategies,
         ),
     ] = None
     json: Annotated[

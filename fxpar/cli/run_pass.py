@@ -71,7 +71,7 @@ def run_pass(request: PassesRequest, name: str, path: str) -> None:
         stderr_console().print(f"wrote the graph to {request.output}", markup=False)
     if write_json(request.json, {"pass": name, "cpu_s": cpu_s, **diff.to_json()}):
         console = stdout_console()
-        console.print(f"{step!r}: {cpu_s * 1e3:.1f} CPU ms, verified", markup=False, soft_wrap=True)
+        console.print(f"{step!r}: {cpu_s * 1e3:.1f} CPU ms, verified", markup=False)
         show(console, diff, text=request.text)
 
 

@@ -46,7 +46,7 @@ class Shallow:
             return graph
 
         self.rows: Rows = repeating(captured, self.depth)
-        self._lower, self.outlines = lowering(self.rows)
+        self._lower, self.outlines = lowering(self.rows, self.depth)
 
     def lower(self, strategy: Strategy, layers: int) -> TrainGraph:
         """Raises as `fxpar.lower` does."""

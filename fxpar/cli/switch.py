@@ -70,7 +70,7 @@ def predicted_for(path: str | None, cluster: ClusterSpec) -> str:
 def _show(head: str, plan: SwitchPlan) -> None:
     data = plan.to_json()
     console = stdout_console()
-    console.print(head, markup=False, style="bold", soft_wrap=True)
+    console.print(head, markup=False, style="bold")
     rows = [
         ("planner", plan.planner if plan.planner == plan.chosen else f"{plan.planner} ({plan.chosen})"),
         ("inside nodes", human_bytes(data["intra_node_bytes"])),

@@ -55,7 +55,13 @@ class OrderRequest:
     strategies: Strategies = ()
     cluster: Cluster = None
     first: Annotated[
-        str | None, typer.Option(metavar="S", help="The strategy that runs first.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="S",
+            help="The strategy that runs first.",
+            show_default=False,
+            autocompletion=complete_strategies,
+        ),
     ] = None
     planner: Annotated[str, typer.Option(metavar="P", help="Planner of each switch, as for `switch`.")] = "auto"
     gradients: Annotated[

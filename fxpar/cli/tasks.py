@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +12,7 @@ from fxpar.cli.console import human_bytes, human_seconds, print_table, show_note
 from fxpar.cli.request import check_output, collected_warnings, write_json, write_output
 from fxpar.cli.tasks_commands import TasksRequest
 from fxpar.errors import TasksFileError
-from fxpar.waves import plan_waves
+from fxpar.waves import WavePlan, plan_waves
 from fxpar.waves.chains import TasksPlan
 from fxpar.waves.chart import chart
 from fxpar.waves.file import case_of, read_tasks
@@ -44,8 +45,9 @@ def run_tasks(request: TasksRequest) -> None:
 def _of_costs(request: TasksRequest) -> TasksPlan:
     assert request.devices is not None
     tasks = read_tasks(request.file) if request.case is None else case_of(request.case)
+    devices = tasks.devices(request.devices, request.devices_per_node, request.memory_bytes)
     with working("planning"):
-        return TasksPlan(plan_waves(tasks.graph, tasks.devices(request.devices, request.devices_per_node)))
+        return TasksPlan(plan_waves(tasks.graph, devices), memory_bytes=devices.memory_bytes)
 
 
 def _of_model(request: TasksRequest) -> tuple[TasksPlan, str | None, str]:
@@ -62,10 +64,16 @@ def _of_model(request: TasksRequest) -> tuple[TasksPlan, str | None, str]:
     with working("capturing") as status, collected_warnings(notes):
         steps = tasks.steps()
         status.update("lowering and planning")
-        found = plan_tasks(steps, tasks.cluster)
+        found = plan_tasks(steps, tasks.cluster, memory_bytes=request.memory_bytes, budget_bytes=tasks.budget_bytes)
     show_notes(notes)
-    of_run = tasks.planned(found.runs, steps) if request.writes_run and found.runs else None
+    of_run = None
+    if request.writes_run and found.runs:
+        told = request.memory is not None or found.runs.needs_budget
+        of_run = tasks.planned(found.runs, steps, found.memory_bytes if told else math.inf)
     return found, of_run, str(tasks.cluster.sustained)
+
+
+_MOST_SHOWN = 8  # amounts of memory
 
 
 def _no_run(file: str) -> TasksFileError:
@@ -88,12 +96,22 @@ def _document(found: TasksPlan, request: TasksRequest, spent: float) -> dict[str
         "spindle_ms": plan.spindle_ms if math.isfinite(plan.spindle_ms) else None,
         "sequential_ms": plan.sequential_ms,
         "transfer_share": plan.transfer_share,
+        "reduce_ms": plan.step.exposed_ms,
         "peak_bytes": list(plan.step.peak_bytes),
+        "memory_bytes": found.memory_bytes if math.isfinite(found.memory_bytes) else None,
         "found_by": plan.found_by,
         "plan_cpu_s": spent,
-        **(
-            {} if run is None else {"run": {"step_ms": run.ms, "sequential_ms": run.sequential_ms, "tasks": _runs(run)}}
-        ),
+        **({} if run is None else {"run": _run(run)}),
+        "reductions": [
+            {
+                "weights": one.weights,
+                "layers": [one.first, one.last - 1],
+                "devices": list(one.devices),
+                "start_ms": one.start_ms,
+                "end_ms": one.end_ms,
+            }
+            for one in plan.step.reductions
+        ],
         "pieces": [
             {
                 "metaop": plan.graph.metaops[piece.metaop].name,
@@ -112,12 +130,18 @@ def _document(found: TasksPlan, request: TasksRequest, spent: float) -> dict[str
     }
 
 
-def _runs(plan: RunPlan) -> list[dict[str, Any]]:
-    return [
-        {"task": run.task, "wave": number, "ranks": list(run.ranks), **asdict(run.option)}
-        for number, wave in enumerate(plan.waves)
-        for run in wave
-    ]
+def _run(plan: RunPlan) -> dict[str, Any]:
+    return {
+        "step_ms": plan.ms,
+        "moved_ms": plan.moved_ms,
+        "sequential_ms": plan.sequential_ms,
+        "rank_bytes": list(plan.rank_bytes),
+        "in_turns": plan.in_turns,
+        "tasks": [
+            {"task": run.task, "wave": level, "ranks": list(run.ranks), **asdict(run.option)}
+            for run, level in zip(plan.runs, plan.levels, strict=True)
+        ],
+    }
 
 
 def _assigned(found: TasksPlan, at: int) -> dict[str, Any]:
@@ -169,26 +193,53 @@ def _show(found: TasksPlan, request: TasksRequest, spent: float, kind: str) -> N
         waves = human_seconds(plan.spindle_ms / 1000)
         versus += f", Spindle's waves {waves} ({plan.spindle_ms / plan.ms:.2f} times)"
     console.print(versus, markup=False)
-    peak = human_bytes(max(plan.step.peak_bytes))
     sent = f"devices receive from others for {plan.transfer_share:.1%} of the step"
-    console.print(f"{sent}, and hold at most {peak}; planned in {spent:.2f} CPU s", markup=False)
+    added = f"gradients add {human_seconds(plan.step.exposed_ms / 1000)} at its end"
+    console.print(f"{sent}, {added}; planned in {spent:.2f} CPU s", markup=False)
+    console.print(f"devices hold at most {_memory(plan.step.peak_bytes, found.memory_bytes)}", markup=False)
     if found.runs is not None:
-        _show_runs(found.runs)
+        _show_runs(found.runs, plan, found.memory_bytes)
 
 
-def _show_runs(plan: RunPlan) -> None:
+def _show_runs(plan: RunPlan, free: WavePlan, memory_bytes: float) -> None:
     """What `fxpar train` can follow."""
     console = stdout_console()
     step, faster = human_seconds(plan.ms / 1000), plan.sequential_ms / plan.ms
+    longer = f"; {plan.ms / free.ms - 1:.0%} longer than the plan above, whose pieces no run follows"
     console.print(
-        f"\na run can follow this: step {step}, {faster:.2f} times as fast as one after the other", markup=False
+        f"\na run can follow this: step {step}, {faster:.2f} times as fast as one after the other"
+        + longer * (plan.ms > 1.005 * free.ms),
+        markup=False,
     )
     rows = [
-        (str(number), run.task, ranges(run.ranks), run.option.strategy, f"{run.option.ms:.1f}")
-        for number, wave in enumerate(plan.waves)
-        for run in wave
+        (
+            str(level),
+            run.task,
+            ranges(run.ranks),
+            run.option.strategy,
+            f"{run.option.ms:.1f}",
+            f"{run.option.moved_ms:.2f}",
+        )
+        for run, level in zip(plan.runs, plan.levels, strict=True)
     ]
-    print_table(console, ("wave", "task", "ranks", "strategy", "ms"), rows, right=(0, 4))
+    print_table(console, ("wave", "task", "ranks", "strategy", "ms", "moving ms"), rows, right=(0, 4, 5))
+    turns = ", where weights of tasks take turns" if plan.in_turns else ""
+    console.print(f"ranks hold at most {_memory(plan.rank_bytes, memory_bytes)}{turns}", markup=False)
+
+
+def _memory(nbytes: Sequence[float], limit: float) -> str:
+    """`5.2 GB of 8.0 GB: 0-3 5.2 GB, 4-7 4.9 GB`."""
+    alike: dict[str, list[int]] = {}
+    for device, held in enumerate(nbytes):
+        alike.setdefault(human_bytes(held), []).append(device)
+    text = human_bytes(max(nbytes)) + (f" of {human_bytes(limit)}" if math.isfinite(limit) else "")
+    if max(nbytes) > limit:
+        text += ", more than there is: no order of pieces was found that fits"
+    if len(alike) == 1:
+        return text
+    if len(alike) > _MOST_SHOWN:
+        return f"{text}, at least {human_bytes(min(nbytes))}"
+    return f"{text}: {', '.join(f'{ranges(tuple(devices))} {held}' for held, devices in alike.items())}"
 
 
 def ranges(devices: tuple[int, ...]) -> str:

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from fxpar.cli.commands import CAPACITY, capacity_bytes
 from fxpar.cli.names import EXAMPLE_NAMES
-from fxpar.cli.options import Json
+from fxpar.cli.options import DeviceMemory, Json
 from fxpar.ir.strategy_text import MOST_RANKS
 
 ACTIONS = ("plan",)
@@ -43,6 +44,7 @@ class TasksRequest:
         ),
     ] = None
     devices_per_node: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Devices of a node.")] = 8
+    memory: DeviceMemory = None
     json: Json = None
     output: Annotated[
         str | None,
@@ -62,10 +64,19 @@ class TasksRequest:
             raise typer.BadParameter("name a file or a --case, one of the two", param_hint="FILE")
         if _names_model(self.file):
             example = f"{self.file}:function" if self.file.endswith(".py") else self.file
-            why = f"{self.file!r} names a model, and its tasks are missing: write a TOML file with model = {example!r}"
-            raise typer.BadParameter(f"{why} and [tasks.NAME] for each (docs/tasks.md)", param_hint="FILE")
+            why = f"{self.file!r} names a model, and its tasks are missing: write a TOML file with"
+            raise typer.BadParameter(
+                f"{why} [model] name = {example!r} and [task.NAME] for each (docs/tasks.md)", param_hint="FILE"
+            )
+        if self.memory is not None and not CAPACITY.fullmatch(self.memory):
+            raise typer.BadParameter(f"{self.memory!r} is not a size such as 80GB or 500MB", param_hint="--memory")
         if self.devices is None and not self.is_model:
             raise typer.BadParameter("say how many devices there are", param_hint="--devices")
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What a device holds, as `--memory` says it."""
+        return capacity_bytes(self.memory)
 
     @property
     def is_model(self) -> bool:

@@ -5,6 +5,7 @@ those of a plan, as `fxpar train` takes it.
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Mapping
@@ -13,18 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from fxpar.cost.cluster import ClusterSpec, usual_cluster
-from fxpar.errors import TasksFileError, naming_task
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.errors import TasksFileError
 from fxpar.ir.axes import REPLICAS
 from fxpar.ir.graph import TOKENS, LogicalGraph
 from fxpar.ir.written import read
 from fxpar.runtime.task import Task
-from fxpar.search.chosen import of_ranks
-from fxpar.tasks import TaskStep, captured
-from fxpar.train.config import described_cluster, parse_config
+from fxpar.tasks import TaskStep
+from fxpar.train.chosen_tasks import captured_tasks, planned_cluster
+from fxpar.train.config import parse_config
 from fxpar.train.task_source import task_model, tasks_of
 from fxpar.waves.runs import RunPlan
 
@@ -41,6 +41,7 @@ class RunTasks:
     cluster: ClusterSpec
     precision: str | None
     limits: Mapping[str, int | None]
+    budget_bytes: int | None = None  # of a rank, without states of the optimizer
 
     @property
     def can_train(self) -> bool:
@@ -49,14 +50,10 @@ class RunTasks:
 
     def steps(self) -> dict[str, TaskStep]:
         """Captures. Raises the errors of `fxpar.capture`, with the name of the task."""
-        found = {}
-        for name, (task, batches) in self.tasks.items():
-            with naming_task(name):
-                found[name] = captured(self.module, task, batches, self.precision)
-        return found
+        return captured_tasks(self.module, self.tasks, self.precision, self.limits)
 
-    def planned(self, plan: RunPlan, steps: Mapping[str, TaskStep]) -> str:
-        """As TOML, tasks in the order of the plan."""
+    def planned(self, plan: RunPlan, steps: Mapping[str, TaskStep], memory_bytes: float = math.inf) -> str:
+        """As TOML, tasks in the order of the plan, and the run with this limit of memory."""
         sections = dict(self.tables["task"])
         tasks = {}
         for run in plan.runs:
@@ -67,6 +64,9 @@ class RunTasks:
                 del tasks[run.task]["ranks"]
         others = {key: value for key, value in self.tables.items() if key not in ("task", "strategies")}
         others["run"] = {**others.get("run", {}), "ranks": plan.devices}
+        if math.isfinite(memory_bytes):  # what the engine counts is without the optimizer
+            budget = round(memory_bytes - plan.optimizer_bytes)
+            others["engine"] = {**others.get("engine", {}), "memory_budget_bytes": budget}
         return to_toml({**others, "task": tasks})
 
 
@@ -88,12 +88,11 @@ def read_run_tasks(path: str, devices: int | None, devices_per_node: int) -> Run
     count = devices or config.run.ranks
     if count is None:
         raise TasksFileError(path, "run.ranks", "it is missing", "Write it, or --devices N")
-    kind = "cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu"
-    cluster = described_cluster(config.engine) or usual_cluster(count, devices_per_node, kind)
     with redirect_stdout(sys.stderr):  # what a user's file prints must not stand in the JSON
         tasks = {name: (task, config.tasks[name].items) for name, task in tasks_of(config).items()}
         module = task_model(config, "meta")
-    return RunTasks(tables, module, tasks, of_ranks(cluster, count), config.precision.compute, limits)
+    cluster, budget = planned_cluster(config, count, devices_per_node), config.engine.memory_budget_bytes
+    return RunTasks(tables, module, tasks, cluster, config.precision.compute, limits, budget)
 
 
 def _limits(tables: Mapping[str, Any]) -> dict[str, int | None]:

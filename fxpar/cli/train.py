@@ -31,7 +31,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.search.plan_file import Plan, read_plan
 from fxpar.train.config import TrainConfig, parse_config, read_config
 from fxpar.train.strategies import STATIC
-from fxpar.train.tasks import has_tasks
+from fxpar.train.tasks import chooses, has_tasks
 
 if TYPE_CHECKING:
     from fxpar.train.rank import Job
@@ -188,17 +188,23 @@ def _locally(job: Job, request: TrainRequest) -> bool:
     from fxpar.train.launch import launch
     from fxpar.train.preflight import check_free, check_parts, check_ranks, check_resumed_model, preflight
 
-    check_ranks(job.config)
-    check_free(job.config)
-    check_parts(job.config)  # ranks would find it out too, all of them and seconds later
-    preflight(job.config)  # makes folders, so it comes after what needs none
-    check_resumed_model(job.config)
     console = stderr_console() if request.json == "-" else stdout_console()
 
     def say(text: str) -> None:
         console.print(text, markup=False)
         console.file.flush()  # a file's reader follows the run
 
+    check_ranks(job.config)
+    check_free(job.config)
+    if chooses(job.config.tasks, job.config.strategies):
+        from fxpar.train.chosen_tasks import choose_tasks
+
+        chosen, words = choose_tasks(job.config)
+        say(words)
+        job = replace(job, config=chosen)
+    check_parts(job.config)  # ranks would find it out too, all of them and seconds later
+    preflight(job.config)  # makes folders, so it comes after what needs none
+    check_resumed_model(job.config)
     say(f"starting {job.config.world} rank{'s' * (job.config.world > 1)}")
     try:
         outcome = launch(job, say)

@@ -51,7 +51,7 @@ class LengthHistogram:
     def distribution(self) -> Iterator[str]:
         """How long they are, one bin per line."""
         ranks = ", ".join(f"{q:.0%} <= {length:,}" for q, length in self.quantiles.items())
-        yield f"mean {self.mean:,.0f}, {ranks}, longest {self.longest:,}"
+        yield f"tokens per sequence: mean {self.mean:,.0f}, {ranks}, longest {self.longest:,}"
         for one in self.bins:
             bar = "#" * round(40 * one.sequence_share)
             yield (

@@ -13,10 +13,12 @@ from fxpar.data.tokens import Tokens
 from fxpar.errors import LoaderOptionError, LoaderStateError, TokenIdError
 
 _FORMAT = 1
+OLDER_STATES = {"length_multiple": 1}  # what states of earlier versions do not say
 
 
 class MiniBatchLoader:
-    """Iterates over mini-batches: lists of int64 [T_i] tensors, of any lengths from 2 to `max_length`.
+    """Iterates over mini-batches: lists of int64 [T_i] tensors, of any lengths from 2 to `max_length` that
+    are multiples of `length_multiple`.
 
     A mini-batch is global and every rank gets the same one without communication: the order of an epoch is drawn from
     (seed, epoch) alone. Its budget is either `batch_tokens` (as many sequences as fit, at least one, even a longer one)
@@ -38,6 +40,7 @@ class MiniBatchLoader:
         batch_tokens: int | None = None,
         batch_sequences: int | None = None,
         overlong: Overlong = "split",
+        length_multiple: int = 1,
         seed: int = 0,
         shuffle: bool = True,
         epochs: int | None = None,
@@ -51,11 +54,12 @@ class MiniBatchLoader:
             ("batch_sequences", batch_sequences, 1),
             ("epochs", epochs, 1),
             ("vocab_size", vocab_size, 1),
+            ("length_multiple", length_multiple, 1),
             ("seed", seed, 0),
         ):
             if value is not None and value < least:
                 raise LoaderOptionError(f"{name} {value} is too small: it is at least {least}")
-        self._sequences = cut(tokens, max_length, overlong)
+        self._sequences = cut(tokens, max_length, overlong, length_multiple)
         self._flat = tokens.flat
         self._batch_tokens = batch_tokens
         self._batch_sequences = batch_sequences
@@ -66,6 +70,7 @@ class MiniBatchLoader:
             **tokens.identity,
             "max_length": max_length,
             "overlong": overlong,
+            "length_multiple": length_multiple,
             "seed": seed,
             "shuffle": shuffle,
         }
@@ -124,7 +129,7 @@ class MiniBatchLoader:
         """
         try:
             form, epoch, position = (_integer(state[key]) for key in ("format", "epoch", "position"))
-            saved = dict(state["fingerprint"])
+            saved = {**OLDER_STATES, **state["fingerprint"]}
         except (KeyError, TypeError, ValueError) as error:
             raise LoaderStateError(f"it is not a state of a loader ({error!r})") from error
         if form != _FORMAT:

@@ -227,3 +227,16 @@ class FitsNoDevicesError(FxparError):
 
     def __init__(self, metaop: str, why: str, do: str) -> None:
         super().__init__(f"MetaOp {one_line(metaop, 80)!r} fits on no devices: {why}. {do}")
+
+
+class RunMemoryError(FxparError):
+    """Tasks that no choice of their strategies lets run in the memory of a device; `parts` is what the least choice
+    holds, in words.
+    """
+
+    def __init__(self, ranks: int, memory: str, needed: str, parts: Sequence[str]) -> None:
+        held = ", ".join(one_line(part, 160) for part in parts)
+        super().__init__(
+            f"no strategies of the tasks fit on {ranks} devices of {memory}: the least choice takes {needed} of the "
+            f"fullest one ({held}). Give --memory {needed} or more, more devices, or smaller batches"
+        )

@@ -260,6 +260,16 @@ class ExpertWeightsError(FxparError):
         )
 
 
+class ExpertChunksError(FxparError):
+    """Tokens are to travel in chunks where none travel to experts, or where means of them do."""
+
+    def __init__(self, strategy: str, where: str, why: str, do: str) -> None:
+        super().__init__(
+            f"strategy {strategy!r}: ep_chunks(...) says in how many chunks tokens travel to experts of other ranks, "
+            f"but {where} {why}. {do}"
+        )
+
+
 class ExpertIdsError(FxparError):
     """Experts whose tokens cannot travel, as it is not known which dim of the ids counts them."""
 

@@ -268,10 +268,11 @@ class OverlongError(FxparError):
 class NoSequencesError(FxparError):
     """No document is long enough to learn from."""
 
-    def __init__(self, documents: int, short: int) -> None:
+    def __init__(self, documents: int, short: int, least: int = 2) -> None:
+        why = "a shorter one has no token to predict" if least == 2 else f"lengths are multiples of {least:,}"
         super().__init__(
-            f"none of {documents} documents gives a sequence of two tokens or more ({short} are shorter): "
-            "a shorter one has no token to predict. Give more text"
+            f"none of {documents} documents gives a sequence of {least:,} tokens or more ({short} are shorter): {why}. "
+            "Give more text"
         )
 
 

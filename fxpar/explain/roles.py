@@ -51,7 +51,9 @@ def _does(strategy: Strategy, module: str) -> _Does:
     rule, remat = strategy.rule_of(module), strategy.remat_of(module)
     roles = tuple(_role(strategy, atom, rule) for atom in strategy.atoms)
     shares = {flag: strategy.share_of(flag, strategy.rule_of(module, flag)) for flag in SHARES}
+    chunks = strategy.chunks_of(module, "ep_chunks")
     saves = [str(remat)] * (remat is not None) + [share_flag(flag, share) for flag, share in shares.items() if share]
+    saves += [f"ep_chunks({chunks})"] * (chunks > 1)
     return roles, strategy.zero_of(f"{module}."), "+".join(saves)
 
 

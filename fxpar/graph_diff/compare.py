@@ -129,7 +129,7 @@ class GraphDiff:
 def compare(old: Digest, new: Digest) -> GraphDiff:
     """Compare two graphs of one model. Raises DifferentModelsError if the parameters are others."""
     for fqn in dict.fromkeys([*old.shapes, *new.shapes]):
-        left, right = (side.shapes[fqn].shape if fqn in side.shapes else None for side in (old, new))
+        left, right = (side.shapes.get(fqn) for side in (old, new))
         if left != right:
             raise DifferentModelsError(_side_name(old), _side_name(new), fqn, left, right)
     return GraphDiff(old, new)

@@ -8,14 +8,14 @@ pipeline stages have the same parts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import sympy
 from torch import fx
 
-from fxpar.graph_diff.lines import Section, packs_a_bucket, places_of, sections_of
+from fxpar.graph_diff.lines import Line, Section, packs_a_bucket, places_of, sections_of
 from fxpar.graph_diff.modules import ModulePlace, part_of
 from fxpar.ir import collectives
 from fxpar.ir.axes import STAGES
@@ -79,7 +79,7 @@ class Digest:
     strategy: Strategy | None
     divisors: dict[str, int]
     sizes: dict[str, int]
-    shapes: dict[str, TensorMeta]  # of all parameters, by FQN
+    shapes: dict[str, tuple[int, ...]]  # of all parameters, by FQN
     params: dict[str, Lying]
     ops: dict[ModulePlace, int]
     moves: tuple[SentTensor, ...]
@@ -116,6 +116,38 @@ class Digest:
         """Sums over the stages that the same ranks run."""
         blocks = 1 if self.strategy is None else self.strategy.pipeline_size
         return [sum(of_stages[i::blocks]) for i in range(blocks)]  # type: ignore[misc]
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values, for `from_json`."""
+        return {
+            **{field.name: getattr(self, field.name) for field in fields(self)},
+            "strategy": None if self.strategy is None else self.strategy.to_json(),
+            "params": {fqn: [one.text, one.local_bytes] for fqn, one in self.params.items()},
+            "ops": [[*place, count] for place, count in self.ops.items()],
+            "moves": [[one.kind, one.axis, *one.place, one.bytes, one.calls] for one in self.moves],
+            "sections": [[*place, lines] for place, lines in self.sections.items()],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Digest:
+        """What `to_json` was taken of."""
+        strategy, given = data["strategy"], data.items()
+        found: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given}
+        found |= {
+            "strategy": None if strategy is None else Strategy.from_json(strategy),
+            "shapes": {fqn: tuple(shape) for fqn, shape in data["shapes"].items()},
+            "params": {fqn: Lying(*one) for fqn, one in data["params"].items()},
+            "ops": {ModulePlace(block, part): count for block, part, count in data["ops"]},
+            "moves": tuple(
+                SentTensor(kind, axis, ModulePlace(block, part), size, calls)
+                for kind, axis, block, part, size, calls in data["moves"]
+            ),
+            "sections": {
+                ModulePlace(block, part): tuple(Line(*line) for line in lines)
+                for block, part, lines in data["sections"]
+            },
+        }
+        return cls(**found)
 
 
 def digest(
@@ -158,7 +190,7 @@ def digest(
         strategy=strategy,
         divisors=dict(graph.divisors),
         sizes=run_sizes(graph),
-        shapes={info.fqn: info.meta for info in graph.inputs if info.kind == "param"},
+        shapes={info.fqn: info.meta.sizes({}) for info in graph.inputs if info.kind == "param"},
         params=params,
         ops=dict(Counter(at for n, at in places.items() if matches(fqn_of(n), only) and not packs_a_bucket(n))),
         moves=tuple(moved),
@@ -186,7 +218,7 @@ def joined(stages: Sequence[Digest], model: str, strategy: Strategy, title: str 
         title=title or str(strategy),
         model=model,
         strategy=strategy,
-        shapes={fqn: meta for stage in reversed(stages) for fqn, meta in stage.shapes.items()},
+        shapes={fqn: shape for stage in reversed(stages) for fqn, shape in stage.shapes.items()},
         params=params,
         ops=dict(ops),
         moves=tuple(move for stage in stages for move in stage.moves),

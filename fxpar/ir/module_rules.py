@@ -6,9 +6,9 @@ They stand in brackets behind the strategy, `glob: roles` each, with ';' between
 
 A glob runs over FQNs of modules: `*` is any text, dots too, `?` one character, `{0-7}` a number, `{a,b}` one of these.
 What it matches is meant with all modules inside. Roles are axes of the same ranks that the replica has, outermost
-first (here: 4), with `+sp` or without; `+zero...`, `+remat...`, `+offload...`, `+lsh...`, `+capacity...` and
-`+chunks...` are of the rule alone. What a rule does not say is as around it: where several match, each property comes
-from the innermost module that a rule says it of.
+first (here: 4), with `+sp` or without; `+zero...`, `+remat...`, `+offload...`, `+lsh...`, `+capacity...`, `+chunks...`
+and `+ep_chunks...` are of the rule alone. What a rule does not say is as around it: where several match, each property
+comes from the innermost module that a rule says it of.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fxpar.errors import RuleConflictError, StrategySyntaxError
 from fxpar.ir.axes import whole_axis
@@ -27,8 +28,12 @@ from fxpar.ir.remat import Remat
 
 Axes = tuple[tuple[str, int], ...]
 SHARES = ("offload", "lsh", "capacity")
-"""Flags whose value is a number in parentheses."""
-PROPERTIES = ("roles", "zero", "remat", "chunks", *SHARES)
+"""Flags whose value is a number in parentheses, 0 where nothing is said."""
+CHUNKS = ("chunks", "ep_chunks")
+"""Flags that say in how many chunks of tokens something runs, 1 where nothing is said."""
+NOTHING: dict[str, Any] = dict.fromkeys(SHARES, 0.0) | dict.fromkeys(CHUNKS, 1)
+"""What a strategy has of these flags that names none."""
+PROPERTIES = ("roles", "zero", "remat", *CHUNKS, *SHARES)
 """What rules say of modules, each property by itself."""
 
 _WORD = re.compile(r"[\w.*?{},-]+", re.ASCII)
@@ -41,7 +46,7 @@ _MOST_STARS = 6  # each multiplies the ways in which a glob may match
 @dataclass(frozen=True)
 class ModuleRule:
     """What modules that `glob` matches do: `axes` are those inside of a replica, () as around them, `sp` goes with
-    them. Properties of None are as around them; `Remat("none")` recomputes nothing, a loss of one chunk is whole, an
+    them. Properties of None are as around them; `Remat("none")` recomputes nothing, what runs in one chunk is whole, an
     `offload` of 0 keeps all that is saved on the device, with an `lsh` of 0 experts see all rows, and with a `capacity`
     of 0 any number of them.
     """
@@ -55,6 +60,7 @@ class ModuleRule:
     offload: float | None = None
     lsh: float | None = None
     capacity: float | None = None
+    ep_chunks: int | None = None
 
     def __str__(self) -> str:
         axes = ".".join(f"{name}{degree}" for name, degree in self.axes)
@@ -62,7 +68,7 @@ class ModuleRule:
         flags += [str(self.remat)] * (self.remat is not None)
         shares = {flag: getattr(self, flag) for flag in SHARES}
         flags += [share_flag(flag, share) for flag, share in shares.items() if share is not None]
-        flags += [f"chunks({self.chunks})"] * (self.chunks is not None)
+        flags += [f"{flag}({count})" for flag in CHUNKS if (count := getattr(self, flag)) is not None]
         return f"{self.glob}: {'+'.join([axes, *flags])}"
 
     def matches(self, module: str) -> bool:
@@ -73,7 +79,7 @@ class ModuleRule:
     def says(self) -> tuple[str, ...]:
         """What it says something about, of PROPERTIES."""
         said = {"roles": bool(self.axes), "zero": self.zero is not None, "remat": self.remat is not None}
-        said |= {flag: getattr(self, flag) is not None for flag in (*SHARES, "chunks")}
+        said |= {flag: getattr(self, flag) is not None for flag in NOTHING}
         return tuple(name for name, is_said in said.items() if is_said)
 
 

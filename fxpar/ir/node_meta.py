@@ -35,6 +35,7 @@ NodeMeta = TypedDict(
         "fused": int,  # how many collectives travel in this one
         "buffer": str,  # FQN of the buffer that this value is written to
         "chunk": int,  # the loss runs in chunks of tokens: of which this is a part, or the result of all
+        "ep_chunk": int,  # ids of experts: of which chunk of a layer's tokens
         "again": bool,  # computed a second time, in the backward, or fetched there from the host
         "host": bool,  # the value lies in memory of the host
         # On counts of rows by expert: the axis over which experts are apart, "" for none; how many ranks have each row.

@@ -10,6 +10,7 @@ BUILTIN: dict[str, str] = {
     "annotate": "fxpar.annotate.driver:Annotate",
     "bucket_collectives": "fxpar.passes.bucket_collectives:BucketCollectives",
     "casts": "fxpar.passes.casts:Casts",
+    "chunk_experts": "fxpar.passes.chunk_experts:ChunkExperts",
     "chunk_loss": "fxpar.passes.chunk_loss:ChunkLoss",
     "compress_dispatch": "fxpar.passes.compress_dispatch:CompressDispatch",
     "cleanup": "fxpar.passes.cleanup:Cleanup",
@@ -29,6 +30,7 @@ BUILTIN: dict[str, str] = {
     "rematerialize": "fxpar.passes.rematerialize:Rematerialize",
     "reshard_to_collectives": "fxpar.passes.reshard_to_collectives:ReshardToCollectives",
     "reuse_buffers": "fxpar.passes.reuse_buffers:ReuseBuffers",
+    "share_weights": "fxpar.passes.share_weights:ShareWeights",
     "sink_waits": "fxpar.passes.sink_waits:SinkWaits",
     "sort_rows": "fxpar.passes.sort_rows:SortRows",
     "write_in_place": "fxpar.passes.write_in_place:WriteInPlace",
@@ -51,6 +53,7 @@ LADDER = (
     "ring_attention",
     "limit_experts",
     "compress_dispatch",
+    "chunk_experts",
     "exchange_tokens",
     "sort_rows",
     "lower_collectives",
@@ -66,3 +69,6 @@ LADDER = (
     "write_in_place",
 )
 """The names of `fxpar.lowering.default_passes()`, in order."""
+
+SHARING = "share_weights"
+"""The pass that lays out the weights of all strategies, behind the ladder of each."""

@@ -34,6 +34,7 @@ _META = (
     "again",
     "host",
     "chunk",
+    "ep_chunk",
     "pass",
 )
 

@@ -9,8 +9,9 @@ packed so that no document is cut), tp (tensor), ep (as rows, with experts cut: 
 (Megatron sequence parallel on the tp axis), zero1 | zero2 | zero3 (optimizer state | + gradients | + parameters sharded
 over dp, cp, ring, rows and ep), remat or remat(...) (recomputation, see `Remat`), offload or offload(0.5) (all, or that
 share, of what the forward saves for the backward goes to the host), chunks(16) (the loss over the vocabulary, in as
-many chunks of tokens), tokens(4096) (of a micro-batch at most), lsh(0.2) (experts see means of similar rows, that share
-of as many: the result is another), capacity(1.25) (an expert gets that many times the mean of rows at most, without the
+many chunks of tokens), ep_chunks(2) (tokens travel to experts of other ranks in 2 chunks, one while experts compute
+with another), tokens(4096) (of a micro-batch at most), lsh(0.2) (experts see means of similar rows, that share of as
+many: the result is another), capacity(1.25) (an expert gets that many times the mean of rows at most, without the
 others: another result too). With pp: gpipe | 1f1b | zb_h1 | interleaved_1f1b(2) (the schedule, see `Pipeline`),
 cut(layers.3|layers.6) (where stages begin). role(tp=name) (what an axis is used for, where another package says so, see
 `fxpar.annotate.roles`). Rules in brackets at the end say what some modules do otherwise (see `fxpar.ir.module_rules`):
@@ -40,7 +41,7 @@ from typing import Any
 from fxpar.errors import StrategySyntaxError, WorldSizeError
 from fxpar.ir.axes import BINS, EXPERTS, RANKS, REPLICAS, RING, ROLE_AXES, STAGES, USES, data_axes
 from fxpar.ir.mesh import Mesh
-from fxpar.ir.module_rules import SHARES, ModuleRule, atoms, governing, joined, share_flag
+from fxpar.ir.module_rules import CHUNKS, NOTHING, ModuleRule, atoms, governing, joined, share_flag
 from fxpar.ir.remat import Remat
 from fxpar.ir.strategy_text import (
     MOST_RANKS,
@@ -65,13 +66,13 @@ class Strategy:
     Its ranks begin at `offset`, which is not part of the text: a pipeline stage's strategy is written like any other.
     `overrides` maps a glob over parameter FQNs to `S(dim)@tp` or `R@tp`; the first glob that matches wins over what the
     search would choose. `roles` are axes with the names of their roles, where another package says what an axis is used
-    for. `rules` are what some modules do otherwise. The loss over the vocabulary runs in `chunks` of tokens. Of the
-    bytes that the forward saves for the backward the share `offload` is moved to the host. Experts see the share `lsh`
-    of as many rows, 0: the rows themselves; each sees `capacity` times the mean of rows at most, 0: any number. A
-    micro-batch of a replica has `tokens` at most, 0: as many as whoever plans says. `by_stage` are the strategies of
-    pipeline stages that are written one by one, each on the ranks behind those of the one before: they then say all of
-    this but `pipeline` and `overrides`, and `axes` is no more than their number. `teams` are strategies side by side,
-    which say all but `overrides`.
+    for. `rules` are what some modules do otherwise. The loss over the vocabulary runs in `chunks` of tokens, and tokens
+    travel to experts of other ranks in `ep_chunks`. Of the bytes that the forward saves for the backward the share
+    `offload` is moved to the host. Experts see the share `lsh` of as many rows, 0: the rows themselves; each sees
+    `capacity` times the mean of rows at most, 0: any number. A micro-batch of a replica has `tokens` at most, 0: as
+    many as whoever plans says. `by_stage` are the strategies of pipeline stages that are written one by one, each on
+    the ranks behind those of the one before: they then say all of this but `pipeline` and `overrides`, and `axes` is no
+    more than their number. `teams` are strategies side by side, which say all but `overrides`.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -90,6 +91,7 @@ class Strategy:
     lsh: float = 0.0
     capacity: float = 0.0
     tokens: int = 0
+    ep_chunks: int = 1
 
     @classmethod
     def parse(cls, text: str, *, world: int | None = None, overrides: Mapping[str, str] | None = None) -> Strategy:
@@ -243,15 +245,10 @@ class Strategy:
         """What this rule (None: the strategy) says of `offload`, `lsh` or `capacity`; 0 for nothing."""
         return getattr(self if rule is None else self.rules[rule], flag) or 0.0
 
-    def chunks_of(self, fqn: str) -> int:
-        """In how many chunks of tokens the loss runs that begins with a product of this module."""
-        found = None if (rule := self.rule_of(fqn, "chunks")) is None else self.rules[rule].chunks
-        return self.chunks if found is None else found
-
-    @property
-    def most_chunks(self) -> int:
-        """The most that the strategy or a rule says; 1 where nothing is cut."""
-        return self.most("chunks")
+    def chunks_of(self, fqn: str, flag: str = "chunks") -> int:
+        """In how many chunks of tokens the loss runs that begins with a product of this module; or its `ep_chunks`."""
+        found = None if (rule := self.rule_of(fqn, flag)) is None else getattr(self.rules[rule], flag)
+        return getattr(self, flag) if found is None else found
 
     def most(self, flag: str) -> Any:
         """The highest value of a flag in any block or rule."""
@@ -314,7 +311,7 @@ class Strategy:
         placing = (rule for rule in self.rules if rule.axes)
         rules = tuple(ModuleRule(rule.glob, rule.axes, rule.sp) for rule in placing)
         by_stage, teams = (tuple(block.placing() for block in blocks) for blocks in (self.by_stage, self.teams))
-        without = replace(self, zero=0, remat=None, offload=0.0, lsh=0.0, capacity=0.0, chunks=1, tokens=0)
+        without = replace(self, zero=0, remat=None, tokens=0, **NOTHING)
         return replace(without, rules=rules, by_stage=by_stage, teams=teams)
 
     def __str__(self) -> str:
@@ -326,8 +323,8 @@ class Strategy:
         flags = ["sp"] * self.sp + [f"zero{self.zero}"] * (self.zero > 0)
         flags += [str(self.remat)] * (self.remat is not None)
         flags += [share_flag("offload", self.offload)] * (self.offload > 0)
-        flags += [f"chunks({self.chunks})"] * (self.chunks > 1) + [share_flag("lsh", self.lsh)] * (self.lsh > 0)
-        flags += [share_flag("capacity", self.capacity)] * (self.capacity > 0)
+        flags += [f"{flag}({count})" for flag in CHUNKS if (count := getattr(self, flag)) > 1]
+        flags += [share_flag(flag, share) for flag in ("lsh", "capacity") if (share := getattr(self, flag)) > 0]
         flags += [f"tokens({self.tokens})"] * (self.tokens > 0) + self.pipeline.flags()
         flags += ["role({})".format("|".join(f"{axis}={name}" for axis, name in self.roles))] if self.roles else []
         rules = f"[{'; '.join(map(str, self.rules))}]" if self.rules else ""
@@ -371,8 +368,7 @@ def _parse_part(text: str, part: str) -> Strategy:
     outside, inside = split_rules(part)
     axis_text, *flags = outside.split("+")
     axes, found = parse_axes(text, axis_text), parse_flags(text, flags)
-    nothing = dict[str, Any].fromkeys(SHARES, 0.0) | {"chunks": 1, "tokens": 0}
-    found |= {flag: found[flag] or value for flag, value in nothing.items()}
+    found |= {flag: found[flag] or value for flag, value in (NOTHING | {"tokens": 0}).items()}
     strategy = Strategy(axes, **found, rules=() if inside is None else parse_rules(text, inside))
     if strategy.rules:
         strategy.atoms  # noqa: B018  raises where degrees do not fit
@@ -389,7 +385,7 @@ def _of_stages(text: str, written: Sequence[str], parts: Sequence[Strategy]) -> 
         if stage is not parts[0] and (default or stage.pipeline != _UNSTAGED or stage.tokens):
             why = "a schedule, cuts and tokens(...) are of all stages; write them with the first"
             raise StrategySyntaxError(text, part, why)
-        if stage is not parts[-1] and stage.most_chunks > 1:
+        if stage is not parts[-1] and stage.most("chunks") > 1:
             raise StrategySyntaxError(text, part, "the loss is on the last stage; write its chunks there")
         if stage.replicas != parts[0].replicas:
             why = f"all stages have as many replicas, the first one {parts[0].replicas} and this one {stage.replicas}"

@@ -10,18 +10,18 @@ from typing import Any
 from fxpar.errors import OverrideError, StrategySyntaxError, nearest
 from fxpar.ir.axes import AXES, ROLE_AXES
 from fxpar.ir.dist_config import Placement, R, Shard
-from fxpar.ir.module_rules import SHARES, Axes, ModuleRule, check_glob, split_outside
+from fxpar.ir.module_rules import CHUNKS, SHARES, Axes, ModuleRule, check_glob, split_outside
 from fxpar.ir.remat import REMAT, Remat, parse_remat
 
 MOST_RANKS = 2**20  # more are a slip of the finger
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
-FLAGS = ("sp", "zero1", "zero2", "zero3", "remat", *SHARES, "chunks", "tokens", *SCHEDULES, "cut", "role")
-MOST_CHUNKS = 64  # each is a copy of the loss in the graph
+FLAGS = ("sp", "zero1", "zero2", "zero3", "remat", *SHARES, *CHUNKS, "tokens", *SCHEDULES, "cut", "role")
+MOST_CHUNKS = 64  # each is a copy of the loss, or of the experts, in the graph
 MOST_TOKENS = 2**31 - 1  # of a micro-batch
-RULE_FLAGS = ("sp", "zero0", "zero1", "zero2", "zero3", "remat", *SHARES, "chunks")
+RULE_FLAGS = ("sp", "zero0", "zero1", "zero2", "zero3", "remat", *SHARES, *CHUNKS)
 _AXIS = re.compile(r"([a-z]+)([0-9]{1,9})")
 _SCHEDULE = re.compile(r"(gpipe|1f1b|zb_h1|interleaved_1f1b)(?:\((\d+)\))?")
-_COUNT = re.compile(r"(chunks|tokens)(?:\((.*)\))?", re.DOTALL)
+_COUNT = re.compile(rf"({'|'.join(CHUNKS)}|tokens)(?:\((.*)\))?", re.DOTALL)
 _SHARED = re.compile(rf"({'|'.join(SHARES)})(?:\((.*)\))?", re.DOTALL)
 _SHARES = {"offload": ("is saved", "offload(0.5)"), "lsh": ("experts are given", "lsh(0.2)")}
 _COUNTS = {
@@ -29,6 +29,11 @@ _COUNTS = {
         "write in how many chunks of tokens the loss runs, such as chunks(16)",
         MOST_CHUNKS,
         f"the loss runs in 1 to {MOST_CHUNKS} chunks of tokens",
+    ),
+    "ep_chunks": (
+        "write in how many chunks tokens travel to their experts, such as ep_chunks(2)",
+        MOST_CHUNKS,
+        f"tokens travel to their experts in 1 to {MOST_CHUNKS} chunks",
     ),
     "tokens": (
         "write how many tokens a micro-batch has at most, such as tokens(4096)",
@@ -124,7 +129,7 @@ def _parse_rule(text: str, part: str, glob: str, axes: Axes, flags: list[str]) -
         raise StrategySyntaxError(
             text, part, "a rule recomputes all of its modules: remat, remat(selective), or remat(none)"
         )
-    shares = found["chunks"], *(found[flag] for flag in SHARES)
+    shares = found["chunks"], *(found[flag] for flag in SHARES), found["ep_chunks"]
     return ModuleRule(glob, axes, found["sp"], zero[0] if zero else None, remat, *shares)
 
 
@@ -152,7 +157,7 @@ def parse_flags(text: str, flags: list[str], known: Sequence[str] = FLAGS) -> di
     """The fields of a strategy that flags say; `known` are those that an error lists."""
     zero, sp = 0, False
     remats: list[Remat | None] = []
-    counts: dict[str, list[int]] = {"chunks": [], "tokens": []}
+    counts: dict[str, list[int]] = {flag: [] for flag in _COUNTS}
     shares: dict[str, list[float]] = {flag: [] for flag in SHARES}
     schedules: list[Pipeline] = []
     cuts: list[tuple[str, ...]] = []
@@ -205,7 +210,7 @@ def parse_flags(text: str, flags: list[str], known: Sequence[str] = FLAGS) -> di
 
 
 def _parse_count(text: str, flag: str, name: str, inside: str | None) -> int:
-    """The whole number of `chunks(16)` or `tokens(4096)`."""
+    """The whole number of `chunks(16)`, `ep_chunks(2)` or `tokens(4096)`."""
     what, most, wrong = _COUNTS[name]
     if not re.fullmatch(r"[0-9]{1,10}", inside or "", re.ASCII):
         raise StrategySyntaxError(text, flag, what)
@@ -221,14 +226,14 @@ def _parse_share(text: str, flag: str, name: str, inside: str | None) -> float:
     if name == "capacity":
         capacity = float(inside) if inside and _TIMES.fullmatch(inside) else 0.0
         if capacity < 1:
-            what = "there is no capacity" if inside is None else f"{inside!r} is no capacity"
+            what = "there is no capacity" if inside is None else f"{inside!r} is not a capacity"
             why = f"{what}; write a number of 1 or more, such as capacity(1.25): below 1 even routes lose tokens"
             raise StrategySyntaxError(text, flag, why)
         return capacity
     share = float(inside) if inside and _SHARE.fullmatch(inside) else 0.0
     if not 0 < share <= 1:
         what, example = _SHARES[name]
-        no_share = "there is no share" if inside is None else f"{inside!r} is no share"
+        no_share = "there is no share" if inside is None else f"{inside!r} is not a share"
         why = f"{no_share} of what {what}; write one above 0 and up to 1, such as {example}"
         raise StrategySyntaxError(text, flag, why)
     return share

@@ -26,7 +26,7 @@ def read(text: str, kind: Literal["TOML", "JSON"]) -> Any:
     except RecursionError:
         raise OutOfBoundsError(_TOO_DEEP) from None
     except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"it is not valid {kind}: {error}") from error
+        raise ValueError(f"it is not {kind}: {error}") from error
     except ValueError:  # of the conversion to a number
         key, digits = next(iter(_LONG.findall(text)), ("it", ""))
         raise OutOfBoundsError(_unusable(key, f"a number of {len(digits):,} digits")) from None

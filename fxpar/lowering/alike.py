@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from fxpar.ir.collector import collector_paused
 from fxpar.ir.copies import copy_graph
+from fxpar.ir.exec_graph import ExecGraph
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
@@ -15,6 +16,7 @@ from fxpar.lowering.driver import check_strategy, finished, lower, split_phases
 from fxpar.lowering.ladder import climb, run_passes
 from fxpar.lowering.pipeline import cut, of_stages, stage_program, strategy_of_stage
 from fxpar.passes.chunk_loss import ChunkLoss
+from fxpar.passes.prefetch_gathers import PrefetchGathers
 from fxpar.stages import StagedGraph
 
 
@@ -40,6 +42,25 @@ class LowerAlike:
         with collector_paused():
             graph = _own(self._in_front(strategy), strategy)
             climb(graph, self._behind, verified=False)
+        return self._finished(graph)
+
+    def with_another(
+        self, strategy: Strategy, changed: Callable[[AnnotatedGraph], AnnotatedGraph | None]
+    ) -> tuple[TrainGraph | None, TrainGraph]:
+        """Of a strategy without stages: the program of a graph that `changed` makes of the one in front of the passes
+        that let transfers begin earlier, which it leaves as it is (None: it makes none), and that of this one.
+        """
+        at = [step.name for step in self._behind].index(PrefetchGathers.name)
+        with collector_paused():
+            graph = _own(self._in_front(strategy), strategy)
+            climb(graph, self._behind[:at], verified=False)
+            other = changed(graph)
+            for one in (graph, other):
+                if one is not None:
+                    climb(one, self._behind[at:], verified=False)
+        return None if other is None else self._finished(other), self._finished(graph)
+
+    def _finished(self, graph: AnnotatedGraph) -> ExecGraph:
         return finished(self.logical, split_phases(graph), self.passes)
 
     @property

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fxpar.annotate.bins import check_bins
-from fxpar.annotate.experts import check_experts
+from fxpar.annotate.experts import check_expert_chunks, check_experts
 from fxpar.annotate.module_rules import check_rules
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import GivenPassesError, NotCapturedError, NothingToOffloadError, NotYetError, VerifyError
@@ -85,8 +85,8 @@ def lower(
 
     Raises NotCapturedError, StrategySyntaxError, NotYetError, OverrideError, RematGlobError, RematBudgetError,
     NothingToOffloadError, GivenPassesError, RuleGlobError, RuleConflictError, RuleHeadsError, BinsError,
-    TeamsBufferError, TeamsGatherError, PassContractError for what is no pass, the errors of
-    `fxpar.stages.cut_stages`; VerifyError for a bug in a pass.
+    TeamsBufferError, TeamsGatherError, PassContractError for what is no pass, the errors of `fxpar.stages.cut_stages`;
+    VerifyError for a bug in a pass.
     """
     check_captured(logical)
     strategy = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
@@ -123,10 +123,12 @@ def check_captured(logical: object) -> None:
 
 def check_strategy(logical: LogicalGraph, strategy: Strategy) -> None:
     """What is asked of a graph before its first pass, by all that lower: has it the modules, experts and bins that the
-    strategy (without teams) is about? Raises as `check_rules`, `check_experts`, `check_bins`, `check_compressed` do.
+    strategy (without teams) is about? Raises as `check_rules`, `check_experts`, `check_expert_chunks`, `check_bins` and
+    `check_compressed` do.
     """
     check_rules(logical, strategy)
     check_experts(logical, strategy)
+    check_expert_chunks(logical, strategy)
     check_bins(logical, strategy)
     check_compressed(logical, strategy)
 

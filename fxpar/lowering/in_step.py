@@ -42,7 +42,7 @@ def in_step_programs(strategy: Strategy, teams: Sequence[Program]) -> list[Progr
         if any(not isinstance(size, int) for one in met for size in one.shape):
             raise TeamsGatherError(str(strategy), str(own), "sends tokens to other teams")
         if met != _meetings(teams[0], first):
-            raise TeamsGatherError(str(strategy), str(own), f"gathers or reduces otherwise than {str(first)!r}")
+            raise TeamsGatherError(str(strategy), str(own), f"gathers or reduces in another way than {str(first)!r}")
         pairs = zip(_stored(teams[0]), _stored(team), strict=True)
         other = next((one[0] for one, mine in pairs if one != mine), None)
         if other is not None:

@@ -24,6 +24,7 @@ from fxpar.lowering.needs import verify_end, verify_kept, verify_needs
 from fxpar.lowering.verify import Looked, verify, verify_placements
 from fxpar.passes.bucket_collectives import BucketCollectives
 from fxpar.passes.casts import Casts
+from fxpar.passes.chunk_experts import ChunkExperts
 from fxpar.passes.chunk_loss import ChunkLoss
 from fxpar.passes.cleanup import Cleanup
 from fxpar.passes.compress_dispatch import CompressDispatch
@@ -81,6 +82,7 @@ def default_passes(
         RingAttention(),
         LimitExperts(),
         CompressDispatch(cluster=cluster, sizes=at),
+        ChunkExperts(),
         ExchangeTokens(cluster, at),
         SortRows(),
         LowerCollectives(),

@@ -75,8 +75,8 @@ def _is_padded(node: fx.Node) -> bool:
 
 
 FITS = Need(
-    "operands that lie as their users want them",
-    "some do not",
+    "operands that are placed as their users need them",
+    "some are not",
     lambda graph, nodes: not misfit(graph, nodes),
     "insert_reshards",
 )
@@ -113,6 +113,11 @@ AT_HOME = Need(
     "tokens where they are from",
     "exchange_tokens has run",
     _none(lambda node: node.target is copies),
+)
+TOGETHER = Need(
+    "tokens that travel all at once",
+    "chunk_experts has run",
+    _none(lambda node: "ep_chunk" in node.meta),
 )
 UNSORTED = Need(
     "rows in the order of tokens",
@@ -177,8 +182,9 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "cleanup": (),
     "global_to_local": (FITS, STEPS, GLOBAL),
     "ring_attention": (FITS, STEPS, LOCAL),
-    "limit_experts": (FITS, STEPS, LOCAL, UNSORTED, ROWS, AT_HOME, UNLIMITED),
-    "compress_dispatch": (FITS, STEPS, LOCAL, UNSORTED, ROWS),
+    "limit_experts": (FITS, STEPS, LOCAL, UNSORTED, ROWS, AT_HOME, UNLIMITED, TOGETHER),
+    "compress_dispatch": (FITS, STEPS, LOCAL, UNSORTED, ROWS, TOGETHER),
+    "chunk_experts": (FITS, STEPS, LOCAL, UNSORTED, AT_HOME, TOGETHER),
     "exchange_tokens": (FITS, STEPS, LOCAL),
     "sort_rows": (FITS, STEPS, LOCAL, EXCHANGED),
     "lower_collectives": (FITS, STEPS, LOCAL, RINGS, EXCHANGED),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import sympy
@@ -80,14 +81,6 @@ def _dropout(node: fx.Node, shape: Sizes, given: Conditions) -> int:
     return min(math.prod(shape(node)), _DROPOUT_BLOCK * given.threads) * 25
 
 
-def _attention(node: fx.Node, shape: Sizes, given: Conditions) -> int:
-    return _attention_bytes(node, shape, given, first=0)
-
-
-def _attention_backward(node: fx.Node, shape: Sizes, given: Conditions) -> int:
-    return _attention_bytes(node, shape, given, first=1)
-
-
 def _attention_bytes(node: fx.Node, shape: Sizes, given: Conditions, first: int) -> int:
     """`first`: where q stands among the operands: 1 in the backward, behind the gradient."""
     args: Any = node.args
@@ -105,14 +98,6 @@ def _attention_bytes(node: fx.Node, shape: Sizes, given: Conditions, first: int)
     else:
         own_bytes = (_flash_elements(q, k, v, given.threads, backward) + _copies(q, k, v, dtype, backward)) * wide
     return own_bytes + pieces * dtype.itemsize
-
-
-def _ring_step(node: fx.Node, shape: Sizes, given: Conditions) -> int:
-    return _ring_bytes(node, shape, given, first=0)
-
-
-def _ring_step_backward(node: fx.Node, shape: Sizes, given: Conditions) -> int:
-    return _ring_bytes(node, shape, given, first=1)
 
 
 def _ring_bytes(node: fx.Node, shape: Sizes, given: Conditions, first: int) -> int:
@@ -233,8 +218,8 @@ _RULES: dict[Any, Callable[[fx.Node, Sizes, Conditions], float]] = {
     own.dispatch.default: _dispatch,
     own.combine.default: _combine,
     own.combine_backward.default: _combine_backward,
-    own.attention.default: _attention,
-    own.attention_backward.default: _attention_backward,
-    own.attention_block.default: _ring_step,
-    own.attention_block_backward.default: _ring_step_backward,
+    own.attention.default: partial(_attention_bytes, first=0),
+    own.attention_backward.default: partial(_attention_bytes, first=1),
+    own.attention_block.default: partial(_ring_bytes, first=0),
+    own.attention_block_backward.default: partial(_ring_bytes, first=1),
 }

@@ -252,7 +252,7 @@ def _check_budget(codes: Tensor, ids: Tensor, experts: int, buckets: int, hashes
     if codes.shape != ids.shape:
         raise OpInputError("cluster_rows", f"codes {tuple(codes.shape)} are not one for each of ids {tuple(ids.shape)}")
     if not 0 < rate <= 1 or least <= experts:
-        raise OpInputError("cluster_rows", f"{rate} of the rows, and {least} for {experts} experts, is no budget")
+        raise OpInputError("cluster_rows", f"{rate} of the rows, and {least} for {experts} experts, is not a budget")
     if (experts + 1) * buckets**hashes > MOST_CODES:
         why = f"{buckets} values of each of {hashes} hashes and {experts} experts are more than 2**62 codes"
         raise OpInputError("cluster_rows", why)

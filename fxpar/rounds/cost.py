@@ -152,7 +152,7 @@ def _value(path: str, key: str, value: object) -> Any:
         if key == "gi_parameters" and isinstance(value, int | float):
             value = {"1": value}
         if not isinstance(value, dict) or not value:
-            why = f"{key} = {brief(value)} is no table"
+            why = f"{key} = {brief(value)} is not a table"
             raise RoundCostError(repr(path), why, 'Write an object such as {"8": 96.5, "16": 10.33}')
         return {_degree(path, key, name): _number(path, f"{key}.{name}", one) for name, one in value.items()}
     return _number(path, key, value, whole=key == "heads", least_ok=key in _MAY_BE_ZERO)

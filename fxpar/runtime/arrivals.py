@@ -24,11 +24,13 @@ class Arrivals:
         self._ended = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
+        self._awaited: Callable[[], bool] | None = None  # what the thread that waits needs
 
     def came(self, fqns: Collection[str]) -> None:
         with self._changed:
             self._here.update(fqns)
-            self._changed.notify_all()
+            if self._awaited is not None and self._awaited():  # waking it for each piece costs more than the piece
+                self._changed.notify_all()
 
     @contextmanager
     def coming(self) -> Iterator[None]:
@@ -62,7 +64,9 @@ class Arrivals:
     def _wait_until(self, is_there: Callable[[], bool]) -> None:
         begun = time.perf_counter()
         with self._changed:
+            self._awaited = is_there
             self._changed.wait_for(lambda: self._ended or is_there())
+            self._awaited = None
         self.waited_s += time.perf_counter() - begun
         if self._error is not None and not is_there():
             raise self._error

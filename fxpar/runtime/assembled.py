@@ -21,7 +21,7 @@ from fxpar.precision import with_precision
 from fxpar.runtime.attributes import plain_attributes
 from fxpar.runtime.binding import Bound, bind_here
 from fxpar.runtime.calls import PlainCalls
-from fxpar.runtime.compiling import capture_step
+from fxpar.runtime.compiling import capture_step, sharing_of_all
 from fxpar.runtime.decided import Decided
 from fxpar.runtime.engine import Engine, EngineOptions
 from fxpar.runtime.evaluate import Evaluation
@@ -100,7 +100,6 @@ def _engines(
     """
     first, every = next(iter(decided.values())), tuple(decided.values())
     device, cluster = first.device, ground.cluster
-    runs = sum(len(one.groups) for one in every)
 
     def activations() -> int:
         return max(activation_bytes(one.programs, one.groups, one.packed, one.compiled.lengths) for one in every)
@@ -114,7 +113,8 @@ def _engines(
         cluster,
         options,
         activations,
-        options.overlap and may_overlap(runs, device, ground.world_group, cluster),
+        options.overlap and may_overlap(sum(len(one.groups) for one in every), device, ground.world_group, cluster),
+        sharing_of_all([one.compiled for one in every]),
         tuple(first.compiled.logical.params()),
         first.given,
         None if before is None else before.store,
@@ -125,6 +125,7 @@ def _engines(
     gradients = Gradients(store, programs, cluster, options.gradients, transport, options.planner)
     scaler = _scaler(store, options) if before is None else before.engine.scaler
     recorder = Recorder(device) if options.record else None
+    joined = options.memory_budget_bytes is None and set(schedule.resident) == set(programs)
     engines = {
         name: Engine(
             groups=one.groups,
@@ -135,7 +136,7 @@ def _engines(
             gradients=gradients,
             cluster=cluster,
             device=device,
-            options=_engine_options(one, options, overlap),
+            options=_engine_options(one, options, overlap, joined),
             scaler=scaler,
             recorder=recorder,
             watcher=ground.watcher,
@@ -149,7 +150,7 @@ def _engines(
     return engines, memory
 
 
-def _engine_options(decided: Decided, options: ParallelizeOptions, overlap: bool) -> EngineOptions:
+def _engine_options(decided: Decided, options: ParallelizeOptions, overlap: bool, joined: bool) -> EngineOptions:
     compiled = decided.compiled
     return EngineOptions(
         packed=decided.packed,
@@ -162,6 +163,7 @@ def _engine_options(decided: Decided, options: ParallelizeOptions, overlap: bool
         deterministic=options.deterministic,
         overlap=overlap,
         autocast=autocast_dtype(decided.device),
+        joined=joined,
     )
 
 

@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ from fxpar.passes.casts import Casts
 from fxpar.passes.narrow_gradients import NarrowGradients
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.passes.reduce_gradients import ReduceGradients
+from fxpar.passes.share_weights import ShareWeights, StoragePass
 from fxpar.passes.zero_shard import ZeroShard
 from fxpar.precision import Precision, with_precision
 from fxpar.runtime.reading import is_row_of_tokens, reading_of
@@ -49,8 +50,10 @@ from fxpar.tracer import capture
 from fxpar.tracer.dynamic import Dynamic
 from fxpar.tracer.finish import without_unread
 
-Ladder = Callable[[list[GraphPass]], list[GraphPass]]
-"""From the passes of the lowering to those that run instead: `lambda ladder: [*ladder, Mine()]`."""
+AnyPass = GraphPass | StoragePass
+Ladder = Callable[[list[AnyPass]], Sequence[AnyPass]]
+"""From the passes of the lowering, and behind them the one that shares weights, to those that run instead:
+`lambda ladder: [*ladder, Mine()]`."""
 
 
 def compile_strategies(
@@ -78,7 +81,9 @@ def compile_strategies(
         captured = time.process_time()
         programs = _programs(rows, strategies, token_budget, as_precision(precision), passes, cluster)
         timings = {"capture_cpu_s": captured - begun, "lower_cpu_s": time.process_time() - captured}
-        return CompiledModel(logical, programs, timings, as_precision(precision), rows.packing, unpacked)
+        return CompiledModel(
+            logical, programs, timings, as_precision(precision), rows.packing, unpacked, sharing_of(passes)
+        )
 
 
 def compile_again(
@@ -146,7 +151,7 @@ def lower_task(
         _warn_of_rows(logical)
     unit = reading_of(logical, of_task=True).unit
     programs = _programs(read, given, task.token_budget, as_precision(precision), passes, cluster, unit=unit)
-    return CompiledModel(logical, programs, {}, as_precision(precision), read.packing, unpacked)
+    return CompiledModel(logical, programs, {}, as_precision(precision), read.packing, unpacked, sharing_of(passes))
 
 
 def _warn_of_rows(logical: LogicalGraph) -> None:
@@ -208,13 +213,39 @@ def _given_passes(passes: Ladder, ladder: list[GraphPass]) -> list[GraphPass]:
     """
     if not callable(passes):
         raise PassContractError(type(passes).__name__, "passes= is a function: passes=lambda ladder: [*ladder, Mine()]")
-    found = checked_ladder(passes(list(ladder)))
+    given = passes([*ladder, ShareWeights()])
+    if isinstance(given, list | tuple):
+        given = [step for step in given if not _lays_out(step)]
+    found = checked_ladder(given)
     for known in ladder:
         for step in found:
             if isinstance(known, _OF_THE_STORE) and type(step) is type(known) and step != known:
                 why = f"it stands in the place of {known}. Keep that one: passes=lambda ladder: [*ladder, Mine()]"
                 raise PassContractError(str(step), why)
     return found
+
+
+def sharing_of(passes: Ladder | None) -> StoragePass:
+    """What lays out the weights of all strategies: the last of the user's passes that does, or fxpar's own."""
+    given = [] if passes is None else passes([*default_passes(for_store=True), ShareWeights()])
+    return next((step for step in reversed(given) if _lays_out(step)), ShareWeights())
+
+
+def sharing_of_all(compiled: Sequence[CompiledModel]) -> StoragePass:
+    """The one of all tasks, whose weights have one storage. Raises PassContractError where they were compiled with
+    several.
+    """
+    first, *others = (one.sharing for one in compiled)
+    for other in others:
+        if other != first:
+            why = f"it lays out the weights of a task, and {first!r} those of another one; all tasks have one storage"
+            raise PassContractError(repr(other), why)
+    return first
+
+
+def _lays_out(step: object) -> TypeGuard[StoragePass]:
+    """Whether it is such a pass, and neither a class nor a pass on a graph."""
+    return isinstance(step, StoragePass) and not isinstance(step, type | GraphPass)
 
 
 _OF_THE_STORE = (Casts, NarrowGradients, ReduceGradients, ZeroShard)

@@ -241,7 +241,8 @@ def with_multiples(
             raise ParallelizeError(
                 f"sequences whose length is not a multiple of {group.multiple} cannot run under {group.strategy}: {why}"
                 f". Add a strategy that does not cut tokens (without cp and sp) for up to {found[-1].limit} tokens, or "
-                f"promise lengths that divide: fxpar.parallelize(..., length_multiple={group.multiple})"
+                f"promise lengths that divide: fxpar.parallelize(..., length_multiple={group.multiple}), or in the "
+                f"configuration of a run engine.length_multiple = {group.multiple}, which cuts sequences to that"
             )
     return tuple(found)
 

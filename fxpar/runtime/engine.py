@@ -64,7 +64,8 @@ class EngineOptions:
     """How mini-batches are run. `order` fixes the order of the strategies; `merge` lets small groups join the next, and
     short sequences ride in longer groups;
     `split` runs the documents of a sequence as sequences of their own; `overlap` moves weights and gradients beside the
-    groups. `autocast` is what was on when the step was captured.
+    groups. `autocast` is what was on when the step was captured. `joined`: tasks that share some ranks wait for these
+    alone, as there are weights of all tasks in memory, and room for the gradients of several.
     """
 
     packed: bool = True
@@ -78,6 +79,7 @@ class EngineOptions:
     deterministic: bool = False
     overlap: bool = False
     autocast: torch.dtype | None = None
+    joined: bool = False
 
 
 @dataclass(frozen=True)

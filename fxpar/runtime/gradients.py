@@ -23,7 +23,7 @@ from fxpar.runtime.switching import TransportOptions
 from fxpar.store.weights import WeightStore
 from fxpar.switch import ParamLayout, SwitchPlan, plan_switch
 from fxpar.switch.node_first import NodeFirstPlan, cheapest_reduction
-from fxpar.switch.reduction import AnyReductionPlan, plan_large_reduction
+from fxpar.switch.reduction import AnyReductionPlan, plan_reduction
 from fxpar.switch.terms import gradient_placements
 from fxpar.transport import Holding, NodeFirstReduction, Reduction, Switch, reduction_on
 
@@ -108,7 +108,7 @@ class Gradients:
                     self.options.bucketed,
                 )
                 if self.mode == "home"
-                else plan_large_reduction(terms, self._scattered(name), self.cluster, name, self.planner)
+                else plan_reduction(terms, self._scattered(name), self.cluster, name, self.planner)
             )
             plan.verify()
             self._plans[name] = plan

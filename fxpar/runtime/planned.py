@@ -41,7 +41,7 @@ def check_choice(options: ParallelizeOptions) -> None:
         )
     if isinstance(given, str) and given != AUTO:
         form = f"; a strategy is given with the longest length that it is for, such as {{4096: {given!r}}}"
-        raise ParallelizeError(f"strategies={given!r} is no dict of strategies{nearest(given, [AUTO]) or form}")
+        raise ParallelizeError(f"strategies={given!r} is not a dict of strategies{nearest(given, [AUTO]) or form}")
     if plan is not None:
         for name in ("strategies", "token_budget"):
             if getattr(options, name) is not None:
@@ -64,10 +64,13 @@ def _check_beside_tasks(options: ParallelizeOptions) -> None:
     defaults = {one.name: one.default for one in fields(ParallelizeOptions)}
     for name in _OF_ONE_LOSS:
         if getattr(options, name) is not defaults[name]:
-            where = f"fxpar.Task({name}=...)" if name in ("loss", "example", "compiled") else "strategies={...}"
-            raise ParallelizeError(f"{name}= is of one loss, and there are tasks=: give {where}")
+            do = f"give fxpar.Task({name}=...)" if name in ("loss", "example", "compiled") else "give strategies={...}"
+            if name == "order":
+                do = "leave it out, as they run in the order in which they are given"
+            raise ParallelizeError(f"{name}= is of one loss, and there are tasks=: {do}")
     if options.strategies == AUTO:
-        raise ParallelizeError('strategies="auto" is of one loss, and there are tasks=: give strategies={...}')
+        why = 'strategies="auto" is of one loss, and there are tasks='
+        raise ParallelizeError(f"{why}: give strategies={{...}}, which fxpar tasks plan finds")
     if options.gradients != "home":
         raise ParallelizeError(f"gradients={options.gradients!r} is of one loss, and there are tasks=: leave it out")
 

@@ -296,7 +296,7 @@ class Session:
         if same and limits[-1] == self.engine.opened[-1].limit:
             self.engine.replan(found)
         else:
-            warn("limits and costs that the earlier run was planned anew with are not taken: it had other strategies")
+            warn("limits and costs of the re-planned earlier run are not taken: it had other strategies")
 
     def watch_drift(self, share: float) -> Drift:
         """What is to be called after each step. Groups whose limits rise must do with the memory that there is."""

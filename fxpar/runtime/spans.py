@@ -44,11 +44,14 @@ class GroupRun:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """The spans of one mini-batch on this rank, and its groups in order of running."""
+    """The spans of one mini-batch on this rank, and its groups in order of running; of `waves`, if there are any, so
+    many groups each wait for their own ranks alone.
+    """
 
     groups: tuple[GroupRun, ...]
     begin: Moment
     marks: tuple[tuple[SpanKind, int, Moment, Moment, int, int], ...]
+    waves: tuple[int, ...] = ()
 
     def spans(self) -> list[RunSpan]:
         """In the order in which they ended. On a GPU it waits for what was recorded."""
@@ -100,9 +103,9 @@ class Recorder:
         yield
         self._marks.append((kind, self._group, start, self._now(), micro_batch, stage))
 
-    def trace(self, groups: Sequence[GroupRun]) -> StepTrace:
+    def trace(self, groups: Sequence[GroupRun], waves: Sequence[int] = ()) -> StepTrace:
         """What was recorded since `begin`."""
-        return StepTrace(tuple(groups), self._begin, tuple(self._marks))
+        return StepTrace(tuple(groups), self._begin, tuple(self._marks), tuple(waves))
 
     def _now(self) -> Moment:
         if not self._on_gpu:

@@ -119,26 +119,22 @@ def _step(given: Sequence[Given], buffers: dict[str, Tensor]) -> StepReport:
     whole = found[0] if not engine.task else _together(shares, found)
     if engine.recorder is None:
         return whole
-    runs = [run for share in shares for run in share.engine.runs(share.plan.groups, share.sequences)]
-    return replace(whole, trace=engine.recorder.trace(runs))
+    runs = [run for of, work in works for run in shares[of].engine.runs([work.plan], shares[of].sequences)]
+    return replace(whole, trace=engine.recorder.trace(runs, waves))
 
 
 def _in_waves(
     shares: Sequence[Share], works: Sequence[Sequence[GroupWork]]
 ) -> tuple[list[tuple[int, GroupWork]], list[int]]:
-    """The works in the order of running, each with the number of its share, and how many run at the same time: the
-    first groups of shares on different ranks that follow each other, then their second ones. No waves if all shares
-    run on all ranks.
+    """The works in the order of running, each with the number of its share, and how many wait for nobody but their own
+    ranks: the first groups of shares that follow each other on parts of the ranks, then their second ones. No waves if
+    all shares run on all ranks.
     """
     side_by_side: list[list[int]] = []
-    busy: set[int] = set()
     for number, share in enumerate(shares):
-        ranks = set(share.engine.ranks)
-        if not side_by_side or busy & ranks:
+        if not side_by_side or not _beside([shares[one].engine for one in side_by_side[-1]], share.engine):
             side_by_side.append([])
-            busy = set()
         side_by_side[-1].append(number)
-        busy |= ranks
     found: list[tuple[int, GroupWork]] = []
     sizes = []
     for numbers in side_by_side:
@@ -146,6 +142,17 @@ def _in_waves(
             wave = [(number, works[number][turn]) for number in numbers if turn < len(works[number])]
             found, sizes = found + wave, [*sizes, len(wave)]
     return found, sizes if max(sizes) > 1 else []
+
+
+def _beside(before: Sequence[Engine], engine: Engine) -> bool:
+    """Whether an engine begins without all ranks having ended those `before`: it has ranks of its own; or engines are
+    `joined`, and all are on parts of the ranks. Each rank then runs its own in the order of all, so that no two engines
+    wait for each other.
+    """
+    ranks, busy = set(engine.ranks), set().union(*(one.ranks for one in before))
+    if not ranks & busy:
+        return True
+    return engine.options.joined and all(len(one.ranks) < engine.switching.world for one in (*before, engine))
 
 
 def _hear_of_others(batch: MiniBatch, bound: Mapping[str, Bound], engine: Engine) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,10 @@ from fxpar.errors import OrderError, nearest
 from fxpar.ir.graph import Input
 from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 from fxpar.memory import Conditions, predict_memory, steady_micro_batches
-from fxpar.passes.share_weights import share_weights
+from fxpar.passes.share_weights import ShareWeights, StoragePass, check_storage
 from fxpar.runtime.options import ParallelizeOptions
 from fxpar.store import (
     MemoryReport,
-    SwitchSchedule,
     choose_resident,
     home_layout,
     memory_report,
@@ -33,6 +32,7 @@ from fxpar.store.materialize import is_on_meta, materialize
 from fxpar.store.weights import WeightStore
 from fxpar.switch import layout_of
 from fxpar.switch.node_first import room_for_sums
+from fxpar.switch.order import SwitchSchedule
 
 
 def open_storage(
@@ -45,6 +45,7 @@ def open_storage(
     options: ParallelizeOptions,
     activations: Callable[[], int],
     overlap: bool,
+    sharing: StoragePass,
     params: Sequence[Input],
     given: Given | None = None,
     store: WeightStore | None = None,
@@ -52,7 +53,8 @@ def open_storage(
     """Decide what stays in memory, allocate it, and take the parameters home; the last result is whether groups
     overlap (where they may: if there is room). `activations()` are their bytes; they are only asked for if there is a
     budget, as predicting them takes about a tenth of the time of lowering. `params` are those of the model. Values that
-    are `given` are read by this rank's slices. A `store` that has the parameters already is laid out anew.
+    are `given` are read by this rank's slices. A `store` that has the parameters already is laid out anew. What another
+    `sharing` than fxpar's lays out is checked first.
     """
     specs = specs_of(programs.values(), params)
     home = home_layout(specs, world, options.home)
@@ -67,34 +69,40 @@ def open_storage(
     at_work = 0 if options.memory_budget_bytes is None else activations()
 
     def report(kept: tuple[str, ...], together: bool) -> MemoryReport:
-        mine = memory_report(programs, home, [rank], kept, staging, at_work, together)
+        joined = options.memory_budget_bytes is None and set(kept) == set(programs)
+        mine = memory_report(programs, home, [rank], kept, staging, at_work, together, sharing, joined)
         everyone: list[Any] = [None] * world
         dist.all_gather_object(everyone, mine)
         return max(everyone, key=lambda found: found.total_bytes)
 
-    def schedule_of(kept: tuple[str, ...]) -> SwitchSchedule:
-        return SwitchSchedule(layouts, wire, kept, cluster, options.planner)
+    schedule = SwitchSchedule(layouts, wire, cluster, options.planner)
 
     def seconds(kept: tuple[str, ...]) -> float:
-        schedule = schedule_of(kept)
-        return schedule.cost(schedule.order(list(programs)))[0]
+        return schedule.keeping(kept).least_s(list(programs))
 
     if options.resident is not None:
-        for name in options.resident:
-            if name not in programs:
-                raise OrderError(f"resident: {name!r} is none of the strategies{nearest(name, programs)}")
-        kept = tuple(name for name in programs if name in options.resident)
+        kept = _named(options.resident, programs)
         overlap = overlap and _fits(report(kept, True), options)
     else:
         kept, overlap = choose_resident(programs, report, seconds, options.memory_budget_bytes, overlap)
     memory = report(kept, overlap)
-    storage = share_weights(programs, rank, kept)
+    storage = sharing.lay_out(programs, rank, kept)
+    if not isinstance(sharing, ShareWeights):
+        check_storage(sharing.name, programs, rank, kept, storage)
     if store is not None:
         store.lay_out(programs, storage)
-        return store, schedule_of(kept), memory, overlap
+        return store, schedule.keeping(kept), memory, overlap
     store = WeightStore(programs, home, storage, rank=rank, device=device)
     _take_home(module, store, params, options, given)
-    return store, schedule_of(kept), memory, overlap
+    return store, schedule.keeping(kept), memory, overlap
+
+
+def _named(resident: Collection[str], programs: Mapping[str, TrainGraph]) -> tuple[str, ...]:
+    """Those that the user wants to stay. Raises OrderError for one that is no strategy."""
+    for name in resident:
+        if name not in programs:
+            raise OrderError(f"resident: {name!r} is none of the strategies{nearest(name, programs)}")
+    return tuple(name for name in programs if name in resident)
 
 
 def _take_home(

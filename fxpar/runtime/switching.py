@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fxpar.store import SwitchSchedule
 from fxpar.store.weights import WeightStore
+from fxpar.switch.order import SwitchSchedule
 from fxpar.transport import Holding, ProcessGroups, Staging, Switch
 
 
@@ -77,10 +77,11 @@ class Switching:
         """The switch to `name`, with this rank's messages prepared; all ranks ask for the same ones in one order."""
         key = (name, self.schedule.sources(visited))
         if key not in self._compiled:
-            layouts = self.schedule.layouts
+            layouts, plan = self.schedule.layouts, self.schedule.plan(name, visited)
+            plan.verify()
             sources = [Holding(layouts[other], self.store.compute(other)) for other in layouts if other in key[1]]
             self._compiled[key] = Switch(
-                self.schedule.plan(name, visited),
+                plan,
                 self.store.rank,
                 # A layout that has been filled comes first: its pieces need no cast, and may be the target's memory.
                 [*sources, Holding(self.store.wire, self.store.home_tensors)],

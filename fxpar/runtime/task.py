@@ -16,6 +16,7 @@ from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.written import is_task_name
 from fxpar.losses import LossFunction
+from fxpar.passes.share_weights import ShareWeights, StoragePass
 from fxpar.precision import Precision
 from fxpar.tracer.dynamic import Dynamic
 
@@ -25,7 +26,8 @@ class CompiledModel:
     """A model captured once and lowered for each strategy (by its text); plain data, the same on every rank.
 
     `logical` is the graph as it was captured, what the model does to one sequence; `precision` says how the programs
-    compute. `packing` is that of their rows, None if a row is one sequence; `unpacked` says why, if so.
+    compute. `packing` is that of their rows, None if a row is one sequence; `unpacked` says why, if so. `sharing`
+    lays out the weights of all strategies.
     """
 
     logical: LogicalGraph
@@ -34,6 +36,7 @@ class CompiledModel:
     precision: Precision = field(default_factory=Precision)
     packing: Packing | None = None
     unpacked: str = ""
+    sharing: StoragePass = field(default_factory=ShareWeights)
 
     @property
     def lengths(self) -> LengthLimits:
@@ -92,7 +95,7 @@ def check_tasks(tasks: object) -> None:
         raise TaskError("", f"has a name and is fxpar.Task(loss, example), in a dict; tasks={tasks!r}")
     for name, task in tasks.items():
         if not is_task_name(name):
-            raise TaskError(str(name), "is no name: give a text without ':' and '/'")
+            raise TaskError(str(name), "is not a name: give a text without ':' and '/'")
         if not isinstance(task, Task):
             raise TaskError(name, f"is {task!r}; give fxpar.Task(loss, example)")
 
@@ -100,7 +103,7 @@ def check_tasks(tasks: object) -> None:
 def batches_of(given: object, tasks: Collection[str]) -> dict[str, Any]:
     """The mini-batch of each task that has one: a task may have none, or an empty one.
 
-    Raises TaskBatchError for what is no dict from tasks to mini-batches, or one in which no task has any.
+    Raises TaskBatchError for what is not a dict from tasks to mini-batches, or one in which no task has any.
     """
     if not isinstance(given, Mapping):
         raise TaskBatchError(f"this model is trained for tasks, and was given {a_type(given)}", tasks)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cache, cached_property
+from typing import Literal, NamedTuple
 
 from fxpar.schedule.actions import Schedule
 from fxpar.schedule.lanes import Interval, run_lanes
@@ -24,8 +25,7 @@ BUCKET_BYTES = 2 << 20  # that a bucket has at least
 FORWARD = 1 / 3  # of a micro-batch
 
 
-@dataclass(frozen=True, order=True)
-class GroupAction:
+class GroupAction(NamedTuple):
     """What is done for one length group; `group` counts in the order of running."""
 
     kind: Kind
@@ -51,7 +51,33 @@ class MiniBatchSchedule:
     def actions(self) -> tuple[GroupAction, ...]:
         return (*self.compute, *self.transfer)
 
+    @cached_property
+    def waits(self) -> tuple[_Wait, ...]:
+        """All actions, each behind those that it waits for. Raises ScheduleDeadlockError."""
+        lanes = {"compute": self.compute, "transfer": self.transfer}
 
+        def behind(action: GroupAction) -> tuple[GroupAction, ...]:
+            feeding = self.fed_by.get(action)
+            return self.needs.get(action, ()) if feeding is None else (*self.needs.get(action, ()), feeding)
+
+        order = run_lanes("a mini-batch", lanes, lambda _: 0.0, lambda action: [(one, 0.0) for one in behind(action)])
+        transfers = set(self.transfer)
+        return tuple(
+            _Wait(action, action in transfers, tuple(self.needs.get(action, ())), self.fed_by.get(action))
+            for action in order
+        )
+
+
+class _Wait(NamedTuple):
+    """An action, its stream, and what must have ended, or must have begun, before it."""
+
+    action: GroupAction
+    transfer: bool
+    needs: tuple[GroupAction, ...]
+    fed_by: GroupAction | None
+
+
+@cache
 def blocking(groups: int) -> MiniBatchSchedule:
     """One after the other: nothing runs beside anything else."""
     order = [GroupAction(kind, group) for group in range(groups) for kind in ("switch", "run", "reduce")]
@@ -59,8 +85,8 @@ def blocking(groups: int) -> MiniBatchSchedule:
 
 
 def in_waves(sizes: Sequence[int]) -> MiniBatchSchedule:
-    """Groups of a wave run at the same time, on ranks of their own: every rank takes part in the transfers of all, and
-    runs those that are its own. The weights of a wave come before it, its gradients leave behind it.
+    """Every rank takes part in the transfers of all groups of a wave, and runs those that are its own, so groups
+    on different ranks at the same time. The weights of a wave come before it, its gradients leave behind it.
     """
     order, first = [], 0
     for size in sizes:
@@ -76,6 +102,11 @@ def overlapped(overwrites: Sequence[bool]) -> MiniBatchSchedule:
     waits for the reduction before it (what leaves a graph may be a view of its weights). Gradients of at most two
     groups are alive at a time. A run needs nothing that is behind its switch, so it never waits for what it feeds.
     """
+    return _overlapped(tuple(overwrites))
+
+
+@cache
+def _overlapped(overwrites: tuple[bool, ...]) -> MiniBatchSchedule:
     groups = range(len(overwrites))
     switch, run, reduce = ([GroupAction(kind, group) for group in groups] for kind in ("switch", "run", "reduce"))
     transfer, needs = switch[:1], {}
@@ -165,18 +196,18 @@ def simulate_mini_batch(
     Raises ScheduleDeadlockError if the streams wait for each other.
     """
     flows = flows or {}
-
-    def needs(action: GroupAction) -> list[tuple[GroupAction, float]]:
-        found = [(need, 0.0) for need in plan.needs.get(action, ())]
-        if action in plan.fed_by:
-            feeding = plan.fed_by[action]
+    spans: dict[GroupAction, Interval] = {}
+    free = [0.0, 0.0]  # the stream that computes, and the one that moves
+    for action, transfer, needs, feeding in plan.waits:  # a mini-batch is planned by hundreds of these
+        begin = free[transfer]
+        for need in needs:
+            begin = max(begin, spans[need][1])
+        if feeding is not None:
             flow = flows.get(action if action.kind == "run" else feeding, AT_ONCE)
             gives, takes = (seconds[feeding], flow.uses_s) if action.kind == "run" else (flow.makes_s, seconds[action])
-            found.append((feeding, min(gives, takes) * (1 / BUCKETS - 1)))
-        return found
-
-    lanes = {"compute": plan.compute, "transfer": plan.transfer}
-    spans = run_lanes("a mini-batch", lanes, seconds.__getitem__, needs)
+            begin = max(begin, spans[feeding][1] + min(gives, takes) * (1 / BUCKETS - 1))
+        end = free[transfer] = begin + seconds[action]
+        spans[action] = begin, end
     makespan = max((end for _, end in spans.values()), default=0.0)
     runs = sum(seconds[action] for action in plan.actions if action.kind == "run")
     return SimulatedMiniBatch(spans, makespan, makespan - runs)

@@ -24,6 +24,7 @@ from fxpar.search.plan_file import Plan, PlanGroup
 from fxpar.search.price import Depth, Lower, extrapolated
 from fxpar.search.pricing import PricedSet
 from fxpar.search.problem import Found, Problem
+from fxpar.search.shortened import LowerShort, layers_alike
 from fxpar.search.space import placed_alike, shapes, with_rings
 from fxpar.search.switching import Outlines
 
@@ -113,8 +114,11 @@ def planned_for(model: str, options: Sequence[str], tokens: int, problem: Proble
     return PlannedFor(model, world, tokens, tuple(last.values()), parameters, memory)
 
 
-def lowering(rows: Rows) -> tuple[Lower, Outlines]:
-    """What lowers a model for a store, and what only places its parameters, each of these once."""
+def lowering(rows: Rows, depth: Depth | None = None) -> tuple[Lower, Outlines]:
+    """What lowers a model for a store, and what only places its parameters, each of these once. With `depth` its two
+    small models are lowered together.
+    """
+    samples = () if depth is None else depth.samples(1)
 
     @functools.cache
     def placed(layers: int) -> GraphPass:
@@ -134,12 +138,19 @@ def lowering(rows: Rows) -> tuple[Lower, Outlines]:
         first, *rest = default_passes(for_store=True)
         return LowerAlike(rows(layers), [first if staged else placed(layers), *rest])
 
-    def lowered(strategy: Strategy, layers: int) -> TrainGraph:
-        return alike(layers, strategy.pipeline_size > 1)(strategy)  # none of them runs
+    both = None
+    if depth is not None and len(samples) == 2:
+        few, more = (functools.partial(alike, layers, False) for layers in samples)
+        both = LowerShort(few, more, depth.period)
+
+    def lowered(strategy: Strategy, layers: int) -> TrainGraph:  # none of them runs
+        if both is not None and layers in samples and layers_alike(strategy):
+            return both(strategy, whole=layers == samples[1])
+        return alike(layers, strategy.pipeline_size > 1)(strategy)
 
     return lowered, lambda strategy, layers: outlined(placed_alike(strategy), layers)
 
 
 def searched(problem: Problem, rows: Rows, said: Said = lambda _: None) -> Found:
     """Search among the strategies of a model. Raises as `find_plan` does."""
-    return find_plan(problem, *lowering(rows), said)
+    return find_plan(problem, *lowering(rows, problem.depth), said)

@@ -16,14 +16,12 @@ from typing import Any, TypeVar
 
 from torch import fx
 
-from fxpar.ir.fqn import block_of
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.node_meta import fqn_of, is_backward
+from fxpar.search.periods import FIRST, LAST, MIDDLE, PERIODS, Periods
 from fxpar.search.price import Depth
 from fxpar.torch_api.modules import lazy_module
 
-PERIODS = 3  # of the capture that is copied from
-FIRST, MIDDLE, LAST = range(PERIODS)
 Run = str  # of the nodes of a period: "inputs", "forward" or "backward"
 Key = tuple[Run, int]  # a run, and a place in it
 Captured = Callable[[int], LogicalGraph]  # of a model with so many layers
@@ -60,9 +58,14 @@ def deepened(graph: LogicalGraph, layers: int, period: int = 1) -> LogicalGraph 
 
 def is_same_graph(graph: LogicalGraph, other: LogicalGraph) -> bool:
     """Whether they do the same on the same inputs, names of nodes aside."""
-    mine, theirs = list(graph.gm.graph.nodes), list(other.gm.graph.nodes)
     said = [(g.inputs, g.outputs, g.dims, g.packing, g.averaged, g.constants.keys()) for g in (graph, other)]
-    if said[0] != said[1] or len(mine) != len(theirs):
+    return said[0] == said[1] and are_same_nodes(graph.gm.graph, other.gm.graph)
+
+
+def are_same_nodes(graph: fx.Graph, other: fx.Graph) -> bool:
+    """Whether they do the same in the same order, names of nodes aside."""
+    mine, theirs = list(graph.nodes), list(other.nodes)
+    if len(mine) != len(theirs):
         return False
     places = {node: i for nodes in (mine, theirs) for i, node in enumerate(nodes)}
 
@@ -75,34 +78,18 @@ def is_same_graph(graph: LogicalGraph, other: LogicalGraph) -> bool:
 
 @dataclass
 class _Periods:
-    """A graph of PERIODS periods of the layers of list `layers` (`model.layers`), and where each node of one stands."""
+    """A graph of PERIODS periods of layers, and where each node of one stands."""
 
     graph: LogicalGraph
-    layers: str
-    period: int
+    names: Periods
     place: dict[fx.Node, tuple[int, Key]] = field(default_factory=dict)
     nodes: dict[tuple[int, Key], fx.Node] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: LogicalGraph, period: int) -> _Periods | None:
-        blocks = {block_of(info.fqn) for info in graph.params()} - {""}
-        lists = {block.rpartition(".")[0] for block in blocks}
-        numbers = {int(block.rpartition(".")[2]) for block in blocks}
-        if len(lists) != 1 or numbers != set(range(PERIODS * period)):
-            return None
-        found = cls(graph, lists.pop(), period)
-        return found if found._repeats() else None
-
-    def period_of(self, fqn: str) -> int | None:
-        """None outside of the layers."""
-        name, _, number = block_of(fqn).rpartition(".")
-        return int(number) // self.period if number and name == self.layers else None
-
-    def moved(self, fqn: str, periods: int) -> str:
-        """The name so many periods further on."""
-        block = block_of(fqn)
-        number = int(block.rpartition(".")[2]) + periods * self.period
-        return f"{self.layers}.{number}{fqn.removeprefix(block)}"
+        names = Periods.of((info.fqn for info in graph.params()), period)
+        found = None if names is None else cls(graph, names)
+        return found if found and found._repeats() else None
 
     def _repeats(self) -> bool:
         inputs = dict(zip(self.graph.placeholders, self.graph.inputs, strict=True))
@@ -110,7 +97,7 @@ class _Periods:
         order: dict[Run, list[int | None]] = {"inputs": [], "forward": [], "backward": []}
         for node in self.graph.gm.graph.nodes:
             run = "inputs" if node in inputs else "backward" if is_backward(node) else "forward"
-            period = self.period_of(inputs[node].fqn if node in inputs else fqn_of(node))
+            period = self.names.place(inputs[node].fqn if node in inputs else fqn_of(node))
             if node.op != "output":
                 order[run].append(period)
             if period is not None:
@@ -145,7 +132,7 @@ class _Periods:
 
     def _as_in(self, node: fx.Node, other: fx.Node, period: int) -> bool:
         """Whether a node of the middle period is the one of another, but where that reads beyond the first or last."""
-        if _looks(node, self.moved(fqn_of(node), period - MIDDLE)) != _looks(other, fqn_of(other)):
+        if _looks(node, self.names.moved(fqn_of(node), period - MIDDLE)) != _looks(other, fqn_of(other)):
             return False
         for mine, theirs in zip(_reads(node), _reads(other), strict=True):
             if mine not in self.place:
@@ -192,9 +179,9 @@ class _Copy:
     def _repeated(self, found: Sequence[T], fqn_of_one: Callable[[T], str]) -> tuple[T, ...]:
         """Inputs or outputs, those of the middle period once for each that it stands for."""
         kept: list[T] = []
-        middle = [one for one in found if self.source.period_of(fqn_of_one(one)) == MIDDLE]
+        middle = [one for one in found if self.source.names.place(fqn_of_one(one)) == MIDDLE]
         for one in found:
-            period = self.source.period_of(fqn_of_one(one))
+            period = self.source.names.place(fqn_of_one(one))
             if period == MIDDLE:
                 if one is middle[0]:
                     kept += [self._named(each, n - MIDDLE) for n in range(1, self.periods - 1) for each in middle]
@@ -203,16 +190,18 @@ class _Copy:
         return tuple(kept)
 
     def _named(self, one: Any, periods: int) -> Any:
-        return replace(one, fqn=self.source.moved(one.fqn, periods))
+        return replace(one, fqn=self.source.names.moved(one.fqn, periods))
 
     def _copy(self, node: fx.Node, number: int) -> None:
         """As a node of period `number`, or outside of all."""
         period, key = self.source.place.get(node, (None, ("", 0)))
         meta, further = dict(node.meta), 0 if period is None else number - period
         if period is not None:
-            meta["fqn"] = self.source.moved(fqn_of(node), further)
+            meta["fqn"] = self.source.names.moved(fqn_of(node), further)
         if node.op == "placeholder":
-            name = self.source.moved(self._fqn(node), further).replace(".", "_") if period is not None else node.name
+            name = node.name
+            if period is not None:
+                name = self.source.names.moved(self._fqn(node), further).replace(".", "_")
             made = self.made.create_node(node.op, name, name=name, type_expr=node.type)
         else:
             args = fx.node.map_arg(node.args, lambda read: self._read(read, period, number))
@@ -240,9 +229,9 @@ class _Copy:
         graph = self.source.graph
         of = {out: result for out, result in zip(graph.outputs, graph.results, strict=True)}
         results: list[fx.Node] = []
-        middle = [out for out in graph.outputs if self.source.period_of(out.fqn) == MIDDLE]
+        middle = [out for out in graph.outputs if self.source.names.place(out.fqn) == MIDDLE]
         for out in graph.outputs:
-            period = self.source.period_of(out.fqn)
+            period = self.source.names.place(out.fqn)
             if out in middle[:1]:
                 results += [self._read(of[each], MIDDLE, n) for n in range(1, self.periods - 1) for each in middle]
             elif period != MIDDLE:
@@ -262,15 +251,15 @@ def _looks(node: fx.Node, fqn: str) -> Any:
     meta = {**node.meta, "fqn": fqn, "source": None}
     if node.op == "placeholder":
         return node.op, meta
-    literals = repr((fx.node.map_arg(node.args, lambda _: None), node.kwargs))  # NaN is not equal to itself
+    literals = repr(fx.node.map_arg((node.args, node.kwargs), lambda _: None))  # NaN is not equal to itself
     return node.op, node.target, literals, meta
 
 
 def _reads(node: fx.Node) -> list[fx.Node]:
     """What is read, in the order of the arguments."""
     found: list[fx.Node] = []
-    fx.node.map_arg(node.args, lambda read: found.append(read))
+    fx.node.map_arg((node.args, node.kwargs), lambda read: found.append(read))
     return found
 
 
-__all__ = ["deepened", "is_same_graph", "repeating"]
+__all__ = ["are_same_nodes", "deepened", "is_same_graph", "repeating"]

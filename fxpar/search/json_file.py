@@ -28,7 +28,7 @@ class JsonFile:
         try:
             data = json.loads(text, object_pairs_hook=self._unique, parse_constant=self._constant)
         except (ValueError, RecursionError) as error:
-            raise GalvatronFileError(self.file, f"it is not valid JSON ({error}). Copy the file again") from error
+            raise GalvatronFileError(self.file, f"it is not JSON ({error}). Copy the file again") from error
         if not isinstance(data, dict):
             raise GalvatronFileError(self.file, "it is JSON, but not an object with keys")
         self.data: dict[str, Any] = data

@@ -307,7 +307,7 @@ class KindsOfModel:
         stages = [_Stage(*one) for one in zip(each, kinds, mine, strict=True)]
         if _places_apart(stages) and (self.depth.period > 1 or not all(map(_in_runs, stages))):
             raise NotYetError(
-                f"a price for '{strategy}', some of whose layers are placed otherwise than others,",
+                f"a price for '{strategy}', some of whose layers have another placement than others,",
                 "Let layers that are placed alike follow each other.",
             )
         if self.depth.period > 1 and (strategy.by_stage or strategy.pipeline.cuts):

@@ -131,7 +131,7 @@ def read_plan(path: str) -> Plan:
     except OSError as error:
         raise PlanFileError(path, f"it cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise PlanFileError(path, f"it is not text: {error}") from error
+        raise PlanFileError(path, f"it is not TOML: {error}") from error
 
 
 def plan_of(given: Plan | str | PathLike[str]) -> tuple[Plan, str]:

@@ -21,7 +21,7 @@ from fxpar.cost.group_cost import Cost, GroupCost
 from fxpar.ir.strategy import Strategy
 from fxpar.search.published import COMBINATIONS, EDGES, LAYOUTS, OTHERS_S, SHORTEST_ROW, STATIC, Band
 from fxpar.switch import ParamLayout
-from fxpar.switch.order import OrderSearch
+from fxpar.switch.order import SwitchSchedule
 
 SHORTEST = 64  # tokens of the shortest documents
 BATCHES = 24  # mini-batches that times are means of
@@ -215,6 +215,6 @@ def chain_s(layouts: Mapping[str, ParamLayout], cluster: ClusterSpec) -> dict[st
     found = {}
     for name in OTHERS_S:
         *short, longest = (band.layout for band in COMBINATIONS[name])
-        search = OrderSearch([layouts[one] for one in (longest, *short)], cluster, "hotspa", by="seconds")
-        found[name] = search.evaluate((longest, *short)).predicted_s
+        mine = {one: layouts[one] for one in (longest, *short)}
+        found[name] = SwitchSchedule(mine, None, cluster, "hotspa", gradients="chain").evaluate(list(mine)).predicted_s
     return found

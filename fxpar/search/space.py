@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from fxpar.ir.axes import BINS, EXPERTS, REPLICAS, RING, ROLE_AXES, STAGES, USES
-from fxpar.ir.module_rules import Axes, ModuleRule
+from fxpar.ir.module_rules import NOTHING, Axes, ModuleRule
 from fxpar.ir.remat import Remat
 from fxpar.ir.strategy import SINGLE, Strategy, of_degrees
 from fxpar.ir.strategy_text import Pipeline
@@ -88,7 +88,7 @@ def of_a_stage(strategy: Strategy) -> Strategy:
 
 def placed_alike(strategy: Strategy) -> Strategy:
     """The one that stands for all under which parameters lie as they do here: what is recomputed moves none, chunks of
-    the loss and the schedule of one stage per rank do not.
+    tokens and the schedule of one stage per rank do not.
     """
     if strategy.teams:
         return replace(strategy, teams=tuple(map(placed_alike, strategy.teams)))
@@ -97,9 +97,8 @@ def placed_alike(strategy: Strategy) -> Strategy:
         return replace(alike, pipeline=replace(strategy.pipeline, schedule="1f1b"))
     pipeline = strategy.pipeline if strategy.pipeline.virtual > 1 else replace(strategy.pipeline, schedule="1f1b")
     placing = [rule for rule in strategy.rules if rule.axes or rule.zero is not None]
-    rules = tuple(replace(rule, remat=None, offload=None, lsh=None, capacity=None, chunks=None) for rule in placing)
-    saving = {"remat": None, "offload": 0.0, "lsh": 0.0, "capacity": 0.0, "chunks": 1, "tokens": 0}
-    return replace(strategy, **saving, pipeline=pipeline, rules=rules)
+    rules = tuple(ModuleRule(rule.glob, rule.axes, rule.sp, rule.zero) for rule in placing)
+    return replace(strategy, remat=None, tokens=0, pipeline=pipeline, rules=rules, **NOTHING)
 
 
 def rescheduled(strategy: Strategy) -> Strategy | None:
@@ -108,16 +107,19 @@ def rescheduled(strategy: Strategy) -> Strategy | None:
     return replace(strategy, pipeline=faster) if strategy.pipeline_size > 1 and not strategy.teams else None
 
 
-def also_tried(strategy: Strategy, offload: bool) -> tuple[Strategy, ...]:
+def also_tried(strategy: Strategy, beside: bool) -> tuple[Strategy, ...]:
     """What to try in place of a strategy that a set has. For a pipeline a schedule that waits less, and a loss that is
-    whole, as the rank that has it may have room where a guess has none. For one that recomputes or has ZeRO-3, with
-    `offload`: to keep on the host what its forward saves, beside as much recomputation, or less.
+    whole, as the rank that has it may have room where a guess has none. Where transfers run `beside` kernels: with ep
+    tokens in two chunks; for one that recomputes or has ZeRO-3, to keep on the host what its forward saves, beside as
+    much recomputation, or less.
     """
     faster = rescheduled(strategy)
     found = () if faster is None else (faster,)
     if faster is not None and strategy.chunks > 1:
         found += replace(strategy, chunks=1), replace(faster, chunks=1)
-    if offload and (strategy.remat is not None or strategy.zero):
+    if beside and not strategy.blocks and strategy.degree(EXPERTS) > 1 and strategy.ep_chunks == 1:
+        found += () if strategy.most("lsh") else (replace(strategy, ep_chunks=2),)
+    if beside and (strategy.remat is not None or strategy.zero):
         less = (None, SELECTIVE) if strategy.remat is not None and strategy.remat.mode == "full" else (None,)
         remats = dict.fromkeys([*(_of_shape(one, strategy) for one in less), strategy.remat])
         found += tuple(replace(strategy, remat=one, offload=1.0) for one in remats)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,8 +12,9 @@ from fxpar.search.kinds import MixedCandidate
 from fxpar.search.layouts import guessed_layout
 from fxpar.search.price import DEEPEST, Candidate, Depth, Priced, extrapolated
 from fxpar.search.space import placed_alike
-from fxpar.store import ParamSpec, home_layout, wire_layout
-from fxpar.switch import ParamLayout, layout_of, plan_large_switch
+from fxpar.store import home_of
+from fxpar.switch import ParamLayout, layout_of
+from fxpar.switch.order import HOME, SwitchSchedule, cheapest_order
 
 Outlines = Callable[[Strategy, int], Outline]  # how parameters lie, of a model with so many layers
 
@@ -35,8 +35,7 @@ class KnownSwitches:
     layers: int
     guess: bool
     _layouts: dict[str, ParamLayout] = field(default_factory=dict)
-    _home: list[ParamLayout] = field(default_factory=list)
-    _seconds: dict[tuple[str, ...], float] = field(default_factory=dict)
+    _planned: list[SwitchSchedule] = field(default_factory=list)
 
     def add(self, strategies: Iterable[Priced]) -> None:
         """Learn how these lie. What was lowered says how all layers lie, as they repeat: nothing more is captured."""
@@ -54,24 +53,11 @@ class KnownSwitches:
         return layout_of(one.programs[one.samples.index(self.layers)], one.name)
 
     def seconds(self, target: str, sources: Sequence[str]) -> float:
-        """Of the switch to the placement `target`, where `sources` still hold their weights, in this order; home always
-        does.
-        """
-        key = (target, *sources)
-        if key not in self._seconds:
-            holders = [self._layouts[name] for name in sources]
-            # Not verified, as it is only priced: a run verifies its own.
-            plan = plan_large_switch(self._at_home(), self._layouts[target], self.cluster, extra_holders=holders)
-            self._seconds[key] = plan.predicted_s
-        return self._seconds[key]
-
-    def _at_home(self) -> ParamLayout:
-        """In the dtypes that travel."""
-        if not self._home:
-            one = next(iter(self._layouts.values()))
-            specs = [ParamSpec(fqn, param.shape, param.dtype) for fqn, param in one.params.items()]
-            self._home.append(wire_layout(home_layout(specs, one.world), specs))
-        return self._home[0]
+        """Of the switch to the placement `target`, where `sources` still hold their weights; home always does."""
+        if not self._planned:
+            _, home = home_of(next(iter(self._layouts.values())))
+            self._planned.append(SwitchSchedule(self._layouts, home, self.cluster, priced_only=True))
+        return self._planned[0].weights(HOME, target, frozenset(sources)).predicted_s
 
 
 @dataclass
@@ -99,7 +85,7 @@ class SetSwitches:
         key = frozenset(names)
         if key not in self._orders:
             mine = [name for name in self.placed if name in key]
-            self._orders[key] = min(itertools.permutations(mine), key=self._total_s)
+            self._orders[key] = cheapest_order(mine, self._total_s, self.predicted_s)
         return self._orders[key]
 
     def _total_s(self, order: Sequence[str]) -> float:

@@ -133,6 +133,13 @@ def specs_of(programs: Iterable[Program], params: Iterable[Input] = ()) -> list[
     return list(found.values())
 
 
+def home_of(layout: ParamLayout) -> tuple[ParamLayout, ParamLayout]:
+    """The default home of the parameters of a layout, in the dtypes of masters and in those of this layout."""
+    specs = [ParamSpec(fqn, param.shape, param.dtype) for fqn, param in layout.params.items()]
+    masters = home_layout(specs, layout.world)
+    return masters, wire_layout(masters, specs)
+
+
 def wire_layout(home: ParamLayout, specs: Iterable[ParamSpec]) -> ParamLayout:
     """The home layout in the dtypes that the graphs compute with: casting is the sender's part."""
     dtypes = {spec.fqn: spec.dtype for spec in specs}

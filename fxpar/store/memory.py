@@ -6,12 +6,13 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from fxpar.errors import MemoryBudgetError
 from fxpar.ir.columns import columns, human_bytes, told_apart
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.mesh import Mesh
-from fxpar.passes.share_weights import share_weights
+from fxpar.passes.share_weights import ShareWeights, StoragePass
 from fxpar.switch.layout import ParamLayout
 
 
@@ -71,19 +72,25 @@ def memory_report(
     staging_bytes: int = 0,
     activation_bytes: int = 0,
     overlap: bool = False,
+    sharing: StoragePass | None = None,
+    joined: bool = False,
 ) -> MemoryReport:
     """The report for the fullest of `ranks`; shapes only, nothing is allocated. `overlap`: gradients of one group leave
-    while the next group runs.
+    while the next group runs. `sharing`: fxpar's own if None. `joined`: gradients of programs on parts of the ranks
+    leave together.
     """
     trained = {out.fqn for program in programs.values() for out in program.outputs if out.kind == "grad"}
-    plans = [share_weights(programs, rank, resident) for rank in ranks]
+    plans = [(sharing or ShareWeights()).lay_out(programs, rank, resident) for rank in ranks]
     worst = max(plans, key=lambda plan: plan.nbytes)
     return MemoryReport(
         home_bytes=home.max_bytes(),
         home_gradient_bytes=home.only(trained).max_bytes(),
         resident_bytes=worst.pool_bytes("resident"),
         arena_bytes=worst.pool_bytes("arena"),
-        gradient_bytes=reserved_gradients(map(_gradient_bytes, programs.values()), overlap),
+        gradient_bytes=max(
+            reserved_gradients(map(_gradient_bytes, programs.values()), overlap),
+            max(map(partial(_joined_bytes, programs, home.world), ranks)) if joined else 0,
+        ),
         staging_bytes=staging_bytes,
         strategies={name: (worst.strategy_bytes(name), name in worst.resident) for name in programs},
         activation_bytes=activation_bytes,
@@ -95,6 +102,12 @@ def reserved_gradients(nbytes: Iterable[int], overlap: bool) -> int:
     leave while the next group runs the two largest.
     """
     return sum(sorted(nbytes)[-2 if overlap else -1 :])
+
+
+def _joined_bytes(programs: Mapping[str, Program], world: int, rank: int) -> int:
+    """Of all programs on parts of the ranks that a rank runs."""
+    mine = (one for one in programs.values() if rank in one.mesh and one.mesh.size < world)
+    return sum(map(_gradient_bytes, mine))
 
 
 def _gradient_bytes(program: Program) -> int:

@@ -26,7 +26,7 @@ from fxpar.passes.share_weights import ALIGN_BYTES, SharedStorage
 from fxpar.store.home import specs_of, wire_layout
 from fxpar.store.home_tensors import HomeMeshes, broadcast_replicated
 from fxpar.switch.layout import ParamLayout, layout_of
-from fxpar.torch_api.dtensors import local_of
+from fxpar.torch_api.dtensors import local_of, sibling
 from fxpar.torch_api.hooks import has_gradient_hook
 
 _TORCH_ALIGNS = 64  # bytes, on the CPU
@@ -253,14 +253,15 @@ class WeightStore:
                 flat.zero_()
         for fqn, local in self.home_grads.items():
             param = self.params[fqn]
+            assert isinstance(param, DTensor)  # it and its gradient lie alike
             if param.grad is None:
                 if not clean:
                     local.zero_()
                 if fqn in names:
-                    param.grad = self._meshes.as_dtensor(local, self.home.params[fqn])
+                    param.grad = sibling(param, local)
             elif isinstance(param.grad, DTensor) and param.grad.to_local().data_ptr() != local.data_ptr():
                 local.copy_(param.grad.to_local())
-                param.grad = self._meshes.as_dtensor(local, self.home.params[fqn])
+                param.grad = sibling(param, local)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all home gradients."""

@@ -32,7 +32,7 @@ from fxpar.switch.reduction import (
     ReductionByTurns,
     ReductionPlan,
     matched,
-    plan_large_reduction,
+    plan_reduction,
     reduction_of,
     tensor_class,
 )
@@ -105,7 +105,7 @@ def cheapest_reduction(
     `sums_bytes` bounds the memory of a round per rank (one tensor may need more), and `bucketed` makes several rounds
     of what would fit into one. Raises what `plan_reduction` raises.
     """
-    direct = plan_large_reduction(sources, target, cluster, name, planner)
+    direct = plan_reduction(sources, target, cluster, name, planner)
     if isinstance(direct, ReductionByTurns) or not direct.inter_node_bytes:
         return direct
     through = plan_node_first(sources, target, cluster, name, sums_bytes, bucketed)
@@ -139,7 +139,7 @@ def cheapest_cost(
     """That of `cheapest_reduction`, for who wants no plan: rounds in which tensors lie alike, as in layers that repeat,
     are planned once. Raises what `plan_reduction` raises.
     """
-    direct = ReductionCost.of(plan := plan_large_reduction(sources, target, cluster))
+    direct = ReductionCost.of(plan := plan_reduction(sources, target, cluster))
     if isinstance(plan, ReductionByTurns) or not plan.inter_node_bytes:
         return direct
     through = node_first_cost(sources, target, cluster, sums_bytes)

@@ -1,51 +1,45 @@
-"""In which order the graphs of a mini-batch run, which one is first, and what is kept.
+"""Which switches a mini-batch takes, in which order its graphs run, and which of them keep their weights.
 
-Two flows. That of a run (`Training`): weights come from the optimizer's home layout, which is cut over all ranks, and
-from graphs that have run before; gradients leave each graph straight for home, as the terms that they are. So K graphs
-cost K hops of weights and K of gradients.
+Two flows. That of a run: weights come from `home`, the optimizer's layout, which is cut over all ranks, and from graphs
+that have run before; gradients leave each graph straight for home, as the terms that they are. So K graphs cost K hops
+of weights and K of gradients.
 
 HotSPa's: the first graph holds the home layout. Weights go from it to the second graph and on to the last one; the
-first graph itself computes last, from its own weights. So K graphs cost K-1 weight hops, and for the gradients that
-they accumulate, by `gradients`:
+first graph itself computes last, from its own weights. So K graphs cost K-1 hops of weights, and K-1 of gradients if
+these go with them: graph to graph behind the weights, then to the home layout.
 
-    chain   graph to graph behind the weights, then to the home layout (as the paper does): K-1 hops
-    home    from each graph straight to the home layout: K-1 hops
-    none    not counted
-
-Weights do not change within a mini-batch: a copy of an earlier graph that is kept is a further source of all later
-hops, at the price of its memory. Costs are those of plans, worked out once per pair and set of sources.
+Weights do not change within a mini-batch: a graph that keeps its own is a further source of all later hops, at the
+price of its memory. One that is written over by the next is none. Costs are those of plans, each made once.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import OrderError, nearest
-from fxpar.switch.api import plan_switch
+from fxpar.switch.api import AnySwitchPlan, plan_large_switch, plan_switch
 from fxpar.switch.layout import ParamLayout
-from fxpar.switch.node_first import cheapest_reduction
+from fxpar.switch.node_first import NodeFirstPlan, cheapest_reduction
+from fxpar.switch.reduction import AnyReductionPlan
 from fxpar.switch.terms import Placements
 
 EXHAUSTIVE = 6  # graphs; 720 orders
 MAX_KEPT = 2  # graphs that may be kept at a time, of a limited memory
 HOME = "home"
-Gradients = Literal["chain", "home", "none"]
 Objective = Literal["bytes", "seconds"]
 
 
 @dataclass(frozen=True)
-class Training:
-    """What a run of fxpar has beside its graphs: `masters`, the optimizer's home layout; `weights`, the same in the
-    dtypes that travel; `gradients`, how they leave each graph, by its name.
-    """
+class Leaving:
+    """How gradients leave in a run: the `terms` of each graph by its name, to the optimizer's layout (`masters`)."""
 
+    terms: Mapping[str, Placements]
     masters: ParamLayout
-    weights: ParamLayout
-    gradients: Mapping[str, Placements]
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,7 @@ class OrderPlan:
 
     order: tuple[str, ...]
     kept: tuple[str, ...]
-    kept_bytes: int  # of the fullest rank; 0 where all stay: they share their storage
+    kept_bytes: int  # of the fullest rank, beside those that are resident anyway: they share their storage
     hops: tuple[Hop, ...]
 
     @property
@@ -83,9 +77,11 @@ class OrderPlan:
         return sum(hop.predicted_s for hop in self.hops)
 
     def cost(self, by: Objective) -> tuple[float, float, int]:
-        """What the search minimises: bytes between nodes, then seconds (or the other way round), then memory."""
-        time, size = round(self.predicted_s, 9), self.inter_node_bytes
-        return (time, size, self.kept_bytes) if by == "seconds" else (size, time, self.kept_bytes)
+        """What the search minimises: seconds, then bytes; or bytes between nodes, then seconds. Then memory."""
+        time, between = round(self.predicted_s, 9), self.inter_node_bytes
+        if by == "seconds":
+            return time, between + self.intra_node_bytes, self.kept_bytes
+        return between, time, self.kept_bytes
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -100,140 +96,149 @@ class OrderPlan:
 
 
 @dataclass
-class OrderSearch:
-    """Orders of `layouts` (weights as the graphs compute with them, names unique) on a cluster.
+class SwitchSchedule:
+    """Orders of the graphs with these `layouts` (weights as they compute with them, in the dtypes that travel).
 
-    `keep_bytes` is the memory per rank for kept copies (0: nothing is kept; None: all are, as in a run without a memory
-    budget). `by` bytes (between nodes, the default: the network is what all else waits for and shares) or predicted
-    seconds; the other one breaks ties. With `training` the flow is that of a run, and `gradients` says nothing.
-    Raises OrderError.
+    `home` is the optimizer's layout in the same dtypes; None is HotSPa's flow. `resident` graphs keep their weights,
+    and of the others as many as `keep_bytes` per rank allow and pay. `by` predicted seconds, or bytes between nodes
+    (the network is what all else waits for and shares); the other one breaks ties. `gradients` are counted where they
+    are given: as they leave in a run, or as a "chain" in HotSPa's flow. Plans are not verified: who carries one out
+    does that. Where nobody will (`priced_only`), they are not kept either.
     """
 
-    layouts: Sequence[ParamLayout]
+    layouts: Mapping[str, ParamLayout]
+    home: ParamLayout | None
     cluster: ClusterSpec
-    planner: str = "relay"
-    gradients: Gradients = "chain"
-    keep_bytes: int | None = 0
-    by: Objective = "bytes"
-    training: Training | None = None
-    _hops: dict[tuple, Hop] = field(default_factory=dict)
+    planner: str = "auto"
+    resident: Collection[str] = ()
+    keep_bytes: int = 0
+    by: Objective = "seconds"
+    gradients: Leaving | Literal["chain", "none"] = "none"
+    priced_only: bool = False
+    _plans: dict[tuple[str, str, frozenset[str]], AnySwitchPlan] = field(default_factory=dict)
+    _hops: dict[tuple[object, ...], Hop] = field(default_factory=dict)
+    _orders: dict[frozenset[str], tuple[str, ...]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._by_name = {layout.name: layout for layout in self.layouts}
-        if len(self._by_name) < len(self.layouts):
-            raise OrderError("two of the strategies are the same")
-        if not self.layouts:
-            raise OrderError("there is no strategy")
-        self._scattered = {layout.name: layout.scattered() for layout in self.layouts}
-        self._bytes = {layout.name: layout.max_bytes() for layout in self.layouts} if self.keep_bytes else {}
+    def keeping(self, resident: Collection[str]) -> SwitchSchedule:
+        """With these graphs resident; plans that both have are made once."""
+        return replace(self, resident=resident, _orders={})
+
+    def plan(self, target: str, visited: Iterable[str]) -> AnySwitchPlan:
+        """The plan that fills the layout of `target` from home when the graphs `visited` have run before."""
+        return self._plan(HOME, target, self.sources(visited))
+
+    def sources(self, visited: Iterable[str]) -> frozenset[str]:
+        """Those of the visited graphs that still hold their weights."""
+        return frozenset(name for name in visited if name in self.resident)
+
+    def order(self, names: Collection[str]) -> tuple[str, ...]:
+        """The cheapest order of these graphs; of more than 6 that in which the next one is always the cheapest."""
+        key = frozenset(names)
+        if key not in self._orders:
+            known = [name for name in self.layouts if name in key]
+            self._orders[key] = cheapest_order(known, lambda order: self._evaluate(order).cost(self.by), self._reach)
+        return self._orders[key]
+
+    def least_s(self, names: Collection[str]) -> float:
+        """Predicted seconds of all hops in that order, to 1 ns."""
+        return round(self._evaluate(self.order(names)).predicted_s, 9)
 
     def evaluate(self, order: Sequence[str]) -> OrderPlan:
         """The costs of a given order, with the best choice of what is kept. Raises OrderError."""
-        return self._evaluate(check_order(order, list(self._by_name)))
+        return self._evaluate(check_order(order, list(self.layouts)))
 
     def best(self, first: str | None = None) -> OrderPlan:
-        """The best order, all of them tried up to 6 graphs, above that by local search; `first` fixes the first."""
-        if first is not None and first not in self._by_name:
-            raise OrderError(f"{first!r} is none of the strategies{nearest(first, self._by_name)}")
-        firsts = [first] if first is not None else list(self._by_name)
-        if len(self.layouts) <= EXHAUSTIVE:
-            orders = (
-                (head, *tail)
-                for head in firsts
-                for tail in itertools.permutations(name for name in self._by_name if name != head)
-            )
-            return self._cheapest(self._evaluate(order) for order in orders)
-        return self._cheapest(self._descend(self._nearest_neighbours(head)) for head in firsts)
+        """The best order of all graphs, above 6 by local search; `first` fixes the first. Raises OrderError."""
+        names = list(self.layouts)
+        if first is not None and first not in names:
+            raise OrderError(f"{first!r} is none of the strategies{nearest(first, names)}")
+        if len(names) <= EXHAUSTIVE:
+            orders = (one for one in itertools.permutations(names) if first is None or one[0] == first)
+            return self._cheapest(map(self._evaluate, orders))
+        heads = names if first is None else [first]
+        return self._cheapest(self._descend(_nearest_next(names, self._reach, (head,))) for head in heads)
 
     def _evaluate(self, order: tuple[str, ...]) -> OrderPlan:
         return self._cheapest(
-            OrderPlan(order, kept, sum(self._bytes.get(n, 0) for n in kept), tuple(self._flow(order, kept)))
-            for kept in self._choices(order)
+            OrderPlan(order, (*stay, *more), size, tuple(self._flow(order, (*stay, *more))))
+            for stay, more, size in self._choices(order)
         )
 
-    def _choices(self, order: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-        """Sets of graphs that fit, of those that send something later."""
-        useful = order[:-1] if self.training else order[:-2]  # HotSPa's last hop comes from the last but one anyway
-        if self.keep_bytes is None:
-            yield useful
-            return
-        yield ()
-        if self.keep_bytes:
-            for count in range(1, MAX_KEPT + 1):
-                for kept in itertools.combinations(useful, count):
-                    if sum(self._bytes[name] for name in kept) <= self.keep_bytes:
-                        yield kept
+    def _choices(self, order: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], int]]:
+        """Who stays anyway, and sets of others that fit, with their bytes; of those that send something later."""
+        useful = order[:-1] if self.home is not None else order[:-2]  # a chain's last hop has its source anyway
+        stay = tuple(name for name in useful if name in self.resident)
+        yield stay, (), 0
+        others = [name for name in useful if name not in stay] if self.keep_bytes else []
+        for count in range(1, MAX_KEPT + 1):
+            for more in itertools.combinations(others, count):
+                size = sum(self._sizes[name] for name in more)
+                if size <= self.keep_bytes:
+                    yield stay, more, size
 
-    def _flow(self, order: tuple[str, ...], kept: tuple[str, ...]) -> Iterator[Hop]:
-        if self.training is not None:
+    @functools.cached_property
+    def _sizes(self) -> dict[str, int]:
+        """Bytes of the fullest rank."""
+        return {name: layout.max_bytes() for name, layout in self.layouts.items()}
+
+    def _flow(self, order: tuple[str, ...], kept: Collection[str]) -> Iterator[Hop]:
+        if self.home is not None:
             for position, name in enumerate(order):
-                yield self._weights(HOME, name, tuple(other for other in order[:position] if other in kept))
-            yield from (self._reduction(name, self.training) for name in order)
-            return
-        for position in range(1, len(order)):
-            earlier = tuple(name for name in order[: position - 1] if name in kept)
-            yield self._weights(order[position - 1], order[position], earlier)
-        for position in range(1, len(order) if self.gradients != "none" else 0):
-            onward = self.gradients == "chain" and position + 1 < len(order)
-            yield self._gradients(order[position], order[position + 1] if onward else order[0])
+                yield self.weights(HOME, name, frozenset(kept).intersection(order[:position]))
+        else:
+            for position in range(1, len(order)):
+                earlier = frozenset(kept).intersection(order[: position - 1])
+                yield self.weights(order[position - 1], order[position], earlier)
+        if isinstance(self.gradients, Leaving):
+            yield from (self._reduction(name, self.gradients) for name in order)
+        elif self.gradients == "chain":
+            yield from itertools.starmap(self._chained, itertools.pairwise((*order[1:], order[0])))
 
-    def _weights(self, source: str, target: str, holders: tuple[str, ...]) -> Hop:
-        key = ("weights", source, target, frozenset(holders))
+    def weights(self, source: str, target: str, holders: frozenset[str]) -> Hop:
+        """The switch from one graph, or from home, where others hold their weights too."""
+        key = (source, target, holders)
         if key not in self._hops:
-            further = [self._by_name[name] for name in holders]
-            before = self._by_name[source] if self.training is None else self.training.weights
-            self._hops[key] = self._hop("weights", before, self._by_name[target], further)
+            helping = tuple(name for name in self.layouts if name in holders)
+            self._hops[key] = _hop("weights", source, target, self._plan(*key), helping)
         return self._hops[key]
 
-    def _reduction(self, source: str, training: Training) -> Hop:
+    def _reduction(self, source: str, leaving: Leaving) -> Hop:
         key = ("gradients", source)
         if key not in self._hops:
-            terms, masters = training.gradients[source], training.masters
-            trained = replace(masters, params={fqn: masters.params[fqn] for fqn in terms})
-            plan = cheapest_reduction(terms, trained, self.cluster, source)
-            sizes = plan.inter_node_bytes, plan.intra_node_bytes
-            self._hops[key] = Hop("gradients", source, HOME, *sizes, plan.predicted_s)
+            terms = leaving.terms[source]
+            plan = cheapest_reduction(terms, leaving.masters.only(terms), self.cluster, source)
+            self._hops[key] = _hop("gradients", source, HOME, plan)
         return self._hops[key]
 
-    def _gradients(self, source: str, target: str) -> Hop:
+    def _chained(self, source: str, target: str) -> Hop:
         key = ("gradients", source, target)
         if key not in self._hops:
-            self._hops[key] = self._hop("gradients", self._scattered[source], self._scattered[target], ())
+            before, after = self.layouts[source].scattered(), self.layouts[target].scattered()
+            plan = plan_switch(before, after, self.cluster, self.planner)
+            self._hops[key] = _hop("gradients", source, target, plan)
         return self._hops[key]
 
-    def _hop(
-        self,
-        kind: Literal["weights", "gradients"],
-        source: ParamLayout,
-        target: ParamLayout,
-        holders: Sequence[ParamLayout],
-    ) -> Hop:
-        plan = plan_switch(source, target, self.cluster, self.planner, holders)
-        return Hop(
-            kind,
-            source.name.removesuffix(" gradients"),
-            target.name.removesuffix(" gradients"),
-            plan.inter_node_bytes,
-            plan.intra_node_bytes,
-            plan.predicted_s,
-            tuple(layout.name for layout in holders),
-        )
+    def _plan(self, source: str, target: str, holders: frozenset[str]) -> AnySwitchPlan:
+        key = (source, target, holders)
+        if key not in self._plans:
+            before = self.home if source == HOME and self.home is not None else self.layouts[source]
+            further = [layout for name, layout in self.layouts.items() if name in holders]
+            plan = plan_large_switch(before, self.layouts[target], self.cluster, self.planner, further)
+            if self.priced_only:
+                return plan
+            self._plans[key] = plan
+        return self._plans[key]
 
-    def _nearest_neighbours(self, head: str) -> tuple[str, ...]:
-        """From `head` always on to the graph that is cheapest to reach."""
-        order, left = [head], [name for name in self._by_name if name != head]
-        while left:
-            here = HOME if self.training else order[-1]
-            helping = tuple(order) if self.keep_bytes is None else ()
-            order.append(min(left, key=lambda name: self._weights(here, name, helping).predicted_s))
-            left.remove(order[-1])
-        return tuple(order)
+    def _reach(self, name: str, before: Sequence[str]) -> float:
+        """Seconds to the graph behind these."""
+        source = HOME if self.home is not None else before[-1]
+        return self.weights(source, name, self.sources(before) - {source}).predicted_s
 
     def _descend(self, order: tuple[str, ...]) -> OrderPlan:
         """Move single graphs (never the first) as long as that helps."""
         best = self._evaluate(order)
         while True:
-            found = self._cheapest([best, *(self._evaluate(moved) for moved in _moves(best.order))])
+            found = self._cheapest([best, *map(self._evaluate, _moves(best.order))])
             if found.cost(self.by) >= best.cost(self.by):
                 return best
             best = found
@@ -242,10 +247,44 @@ class OrderSearch:
         return min(plans, key=lambda plan: plan.cost(self.by))
 
 
+def cheapest_order(
+    names: Sequence[str],
+    cost: Callable[[tuple[str, ...]], Any],
+    reach: Callable[[str, Sequence[str]], float],
+) -> tuple[str, ...]:
+    """The order that costs least; of more than 6 names the one in which the next is always the cheapest to `reach`
+    (a name, behind those before it).
+    """
+    if len(names) <= EXHAUSTIVE:
+        return min(itertools.permutations(names), key=cost)
+    return _nearest_next(names, reach)
+
+
+def _nearest_next(
+    names: Sequence[str], reach: Callable[[str, Sequence[str]], float], first: Sequence[str] = ()
+) -> tuple[str, ...]:
+    order, left = [*first], [name for name in names if name not in first]
+    while left:
+        order.append(min(left, key=lambda name: reach(name, order)))
+        left.remove(order[-1])
+    return tuple(order)
+
+
 def _moves(order: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     for source, target in itertools.permutations(range(1, len(order)), 2):
         left = [*order[:source], *order[source + 1 :]]
         yield (*left[:target], order[source], *left[target:])
+
+
+def _hop(
+    kind: Literal["weights", "gradients"],
+    source: str,
+    target: str,
+    plan: AnySwitchPlan | AnyReductionPlan | NodeFirstPlan,
+    holders: tuple[str, ...] = (),
+) -> Hop:
+    sizes = plan.inter_node_bytes, plan.intra_node_bytes
+    return Hop(kind, source, target, *sizes, plan.predicted_s, holders)
 
 
 def check_order(order: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:

@@ -113,19 +113,6 @@ AnyReductionPlan = ReductionPlan | ReductionByTurns
 
 
 def plan_reduction(
-    sources: Placements, target: ParamLayout, cluster: ClusterSpec, name: str = "gradients"
-) -> ReductionPlan:
-    """Plan the sum of the gradients `sources` into `target` (its tensors are those of `sources`).
-
-    Raises ReductionError (a gradient without target or the other way round, other shapes, partial axes that do not
-    sum), LayoutError, ClusterError.
-    """
-    gradients = matched(sources, target, cluster, name)
-    terms = tuple(_term_class(one, gradients.world) for one in gradients.alike)
-    return reduction_of(gradients.layout, target, cluster, terms)
-
-
-def plan_large_reduction(
     sources: Placements,
     target: ParamLayout,
     cluster: ClusterSpec,
@@ -133,9 +120,11 @@ def plan_large_reduction(
     planner: str = "auto",
     listed: int = LISTED,
 ) -> AnyReductionPlan:
-    """`plan_reduction`; but with planner "turns", or more than `listed` transfers, nobody gets the whole plan.
+    """Plan the sum of the gradients `sources` into `target` (its tensors are those of `sources`). With planner "turns",
+    or more than `listed` transfers, nobody gets the whole plan: every rank works out its own part, see `by_turns`.
 
-    Every rank then works out its own part of it, see `by_turns`.
+    Raises ReductionError (a gradient without target or the other way round, other shapes, partial axes that do not
+    sum), LayoutError, ClusterError.
     """
     gradients = matched(sources, target, cluster, name)
     terms = tuple(_term_class(one, gradients.world) for one in gradients.alike)

@@ -24,18 +24,18 @@ from fxpar.tasks.layers import Forward
 from fxpar.tasks.parts import Part, modules_of, parts_of
 from fxpar.waves.chains import Chain
 
-# Of a parameter: master, gradient and two moments in fp32, and what it is computed with counts as none of its own.
-STATE_BYTES = 16
+SUM_BYTES = 4  # that a gradient adds up in: fp32
 
 
 @dataclass(frozen=True)
 class TaskStep:
     """What one task does in a step: `batches` mini-batches like the example of its captured graph, which are sequences
-    where that is one row of tokens.
+    where that is one row of tokens. `tokens` of the largest micro-batch, whose memory counts (0: those of the example).
     """
 
     logical: LogicalGraph
     batches: int = 1
+    tokens: int = 0
 
     @cached_property
     def forward(self) -> Forward:
@@ -54,6 +54,7 @@ class Contracted:
     output_bytes: float
     state_bytes: float
     saved_bytes: float
+    gradient_bytes: float
     weights: str = ""
 
     @property
@@ -93,8 +94,8 @@ def _contracted(task: str, step: TaskStep, part: Part, reads: tuple[int, ...]) -
         layers, before = (before,), ()
         params = (frozenset(forward.read_by(part.before)),)
     sizes = SizesAt(run_dims(step.logical))
-    numel = {info.fqn: info.meta.numel({}) for info in step.logical.inputs if info.kind == "param"}
-    mine = forward.read_by(part.all_calls)
+    metas = {info.fqn: info.meta for info in step.logical.inputs if info.kind == "param"}
+    mine = [metas[fqn] for fqn in forward.read_by(part.all_calls)]
     return Contracted(
         task,
         part,
@@ -102,8 +103,9 @@ def _contracted(task: str, step: TaskStep, part: Part, reads: tuple[int, ...]) -
         reads,
         params,
         output_bytes=step.batches * _handed_on(forward, part, sizes),
-        state_bytes=STATE_BYTES * sum(numel[one] for one in mine) / len(layers),
+        state_bytes=sum((SUM_BYTES + one.dtype.itemsize) * one.numel({}) for one in mine) / len(layers),
         saved_bytes=step.batches * _saved(part, sizes) / len(layers),
+        gradient_bytes=sum(SUM_BYTES * one.numel({}) for one in mine) / len(layers),
     )
 
 
@@ -167,9 +169,9 @@ def _share(found: Sequence[Contracted]) -> None:
         if all(one.params):
             alike.setdefault(one.params, []).append(one)
     for members in alike.values():
-        state = max(one.state_bytes for one in members)
+        state, gradient = (max(getattr(one, key) for one in members) for key in ("state_bytes", "gradient_bytes"))
         for one in members:
-            one.weights, one.state_bytes = _module(one.chain), state
+            one.weights, one.state_bytes, one.gradient_bytes = _module(one.chain), state, gradient
     names = Counter(one.weights for one in found if one.weights)
     for params, members in alike.items():
         if names[members[0].weights] > len(members):  # another cut of the same list

@@ -9,12 +9,14 @@ from dataclasses import replace
 from torch import nn
 
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.errors import FitsNoDevicesError
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.precision import Precision, with_precision
 from fxpar.runtime.compiling import as_precision, capture_step
 from fxpar.runtime.reading import is_row_of_tokens
 from fxpar.runtime.task import Task
 from fxpar.tasks.contract import TaskStep, contract
+from fxpar.tasks.held import Home
 from fxpar.tasks.runs import planned_runs
 from fxpar.tasks.times import task_graph
 from fxpar.tracer.finish import without_unread
@@ -34,28 +36,47 @@ def captured(model: nn.Module, task: Task, batches: int = 1, precision: Precisio
     return TaskStep(with_precision(logical, as_precision(precision)), batches)
 
 
-def plan_tasks(tasks: Mapping[str, TaskStep], cluster: ClusterSpec, devices: int | None = None) -> TasksPlan:
-    """Plan one training step of all tasks on so many devices of the cluster (None: all). Nothing runs; equal arguments
-    give equal plans.
+def plan_tasks(
+    tasks: Mapping[str, TaskStep],
+    cluster: ClusterSpec,
+    devices: int | None = None,
+    memory_bytes: float | None = None,
+    budget_bytes: float | None = None,
+) -> TasksPlan:
+    """Plan one training step of all tasks on so many devices of the cluster (None: all), each of which holds
+    `memory_bytes`, or `budget_bytes` without states of the optimizer (None: as the cluster says). Nothing runs; equal
+    arguments give equal plans.
+
+    What runs holds no more. Where no free plan of pieces does, the result is one that holds more.
 
     Raises ClusterError for more devices than the cluster has, TaskGraphError for a task that computes nothing,
-    FitsNoDevicesError for one that no strategy can run or that does not fit.
+    FitsNoDevicesError for one that no strategy can run, RunMemoryError where no run of the tasks fits.
     """
     count = cluster.world if devices is None else devices
     cluster.require(count)
     found = contract(tasks)
     graph, times, layouts = task_graph(tasks, found, cluster, count)
-    plan = plan_waves(graph, devices_of(cluster, count))
+    home = Home.of([layouts[name][0].held for name in tasks], cluster, count)
+    if budget_bytes is not None and memory_bytes is None:
+        memory_bytes = budget_bytes + home.optimizer_bytes
+    free = devices_of(cluster, count, memory_bytes, home.nbytes)
+    told = memory_bytes is not None  # so a run has a budget
+    runs = planned_runs(tasks, found, layouts, home, free.memory_bytes, told)
+    try:
+        plan = plan_waves(graph, free)
+    except FitsNoDevicesError:
+        plan = plan_waves(graph, replace(free, memory_bytes=math.inf))
     chains = (
         replace(one.chain, strategies={width: timed.strategy for width, timed in mine.items()})
         for one, mine in zip(found, times, strict=True)
     )
-    return TasksPlan(plan, tuple(chains), planned_runs(tasks, found, layouts, count))
+    return TasksPlan(plan, tuple(chains), runs, free.memory_bytes)
 
 
-def devices_of(cluster: ClusterSpec, count: int) -> Devices:
-    """So many devices of a cluster, as waves are planned on them."""
+def devices_of(cluster: ClusterSpec, count: int, memory_bytes: float | None = None, held_bytes: float = 0.0) -> Devices:
+    """So many devices of a cluster, as waves are planned on them; `memory_bytes` go before what it says."""
     memory_gb = cluster.sustained.memory_gb
     within, between = (float(cluster.bytes_per_s(one)) / 1e9 for one in (False, True))
-    memory = math.inf if memory_gb is None else memory_gb * 1e9
-    return Devices(count, cluster.devices_per_node, within, between, memory)
+    if memory_bytes is None:
+        memory_bytes = math.inf if memory_gb is None else memory_gb * 1e9
+    return Devices(count, cluster.devices_per_node, within, between, memory_bytes, held_bytes)

@@ -4,68 +4,184 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, pairwise, product
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, combinations, pairwise, product
 
 from torch import fx
 
-from fxpar.errors import FxparError
+from fxpar.errors import FxparError, RunMemoryError
+from fxpar.ir.columns import human_bytes
 from fxpar.ir.node_meta import fqn_of
 from fxpar.lowering import lower
 from fxpar.tasks.contract import Contracted, TaskStep
+from fxpar.tasks.held import Held, Home, on_rank
 from fxpar.tasks.layers import around
 from fxpar.tasks.times import Layout
-from fxpar.waves.runs import Option, RunPlan, plan_runs
+from fxpar.waves.joined import joined
+from fxpar.waves.runs import Option, RunPlan, TaskRun, least_bytes, plan_runs
 
 MOST_STAGES = 4
 
 
 def planned_runs(
-    tasks: Mapping[str, TaskStep], found: Sequence[Contracted], layouts: Mapping[str, Sequence[Layout]], devices: int
+    tasks: Mapping[str, TaskStep],
+    found: Sequence[Contracted],
+    layouts: Mapping[str, Sequence[Layout]],
+    home: Home,
+    memory_bytes: float = math.inf,
+    has_budget: bool = False,
 ) -> RunPlan:
-    """The shortest step that the runtime can run: each task on consecutive ranks, its towers side by side or not, and
-    tasks on disjoint ranks at the same time. Towers that cannot be lowered are left out.
+    """The shortest step that the runtime can run on the ranks of `home`: each task on consecutive ranks, its towers
+    side by side or not, and tasks on disjoint ranks at the same time. A rank holds `memory_bytes`, all told. Towers
+    that cannot be lowered are left out. What moving takes is guessed until an option is part of the shortest step.
+    With a budget of memory (`has_budget`) tasks that share a rank wait for each other on all ranks, as in a run.
+
+    Raises RunMemoryError.
     """
-    options = {name: _whole(layouts[name]) for name in tasks}
-    sequential_ms = sum(min(one.ms for one in mine) for mine in options.values())
+    ways = _Ways(tasks, layouts, home)
+    devices, room = home.masters.world, memory_bytes - home.nbytes
+    options = {name: ways.whole(name) for name in tasks}
+    sequential_ms = sum(min(one.ms + one.moved_ms for one in mine) for mine in options.values())
     for name, step in tasks.items():
-        options[name] += _of_towers(step, [one for one in found if one.task == name], found, layouts[name], devices)
+        mine = [one for one in found if one.task == name]
+        options[name] += _of_towers(step, mine, found, layouts[name], home)
     while True:
-        plan = plan_runs(options, devices, sequential_ms)
-        refused = [run for run in plan.runs if not _can_run(tasks[run.task], run.option.strategy)]
-        if not refused:
-            return plan
-        for run in refused:
+        plan = plan_runs(options, devices, sequential_ms, room)
+        if plan is None:
+            raise _no_room({name: ways.whole(name) for name in tasks}, home, memory_bytes)
+        guessed = ways.guessed(plan)
+        if not guessed and not has_budget:
+            plan = joined(plan, options)
+            guessed = ways.guessed(plan)
+        if not guessed:
+            made = _settled(plan, ways, home, memory_bytes)
+            if has_budget or not (made.needs_budget or max(made.rank_bytes) > memory_bytes):
+                return replace(made, needs_budget=has_budget)
+            has_budget = True
+        for run in guessed:
             options[run.task].remove(run.option)
+            options[run.task] += ways.exactly(run.task, run.option)
 
 
-def _whole(layouts: Sequence[Layout]) -> list[Option]:
-    return [Option(one.width, sum(one.ms), one.strategy) for one in layouts]
+@dataclass
+class _Ways:
+    """Strategies of tasks with what they hold, each found once."""
+
+    tasks: Mapping[str, TaskStep]
+    layouts: Mapping[str, Sequence[Layout]]
+    home: Home
+    known: dict[tuple[str, str], Held] = field(default_factory=dict)
+
+    def whole(self, task: str) -> list[Option]:
+        """One strategy for all of the task. Of the one that takes least it is known what moving takes."""
+        found = []
+        for one in self.layouts[task]:
+            held = one.held.held_bytes
+            guess = self.home.guessed_ms(held)
+            found.append(Option(one.width, sum(one.ms), one.strategy, guess, held, one.held.active_bytes))
+        while True:
+            best = min(found, key=lambda one: one.ms + one.moved_ms)
+            if (task, best.strategy) in self.known:
+                return found
+            found = [*self.exactly(task, best), *(one for one in found if one is not best)]
+
+    def guessed(self, plan: RunPlan) -> list[TaskRun]:
+        """Runs of the plan of which it is guessed what they hold and move."""
+        return [run for run in plan.runs if (run.task, run.option.strategy) not in self.known]
+
+    def exactly(self, task: str, option: Option) -> list[Option]:
+        """The option with what it holds and moves; none where it cannot be lowered."""
+        held = self._held(task, option)
+        if held is None:
+            return []
+        (moved,) = self.home.moved_ms([held])
+        return [replace(option, moved_ms=moved, held_bytes=held.held_bytes, active_bytes=held.active_bytes)]
+
+    def _held(self, task: str, option: Option) -> Held | None:
+        key, step = (task, option.strategy), self.tasks[task]
+        if key not in self.known:
+            if ">" not in option.strategy:
+                layout = next(one for one in self.layouts[task] if one.strategy == option.strategy)
+                self.known[key] = layout.held.placed(layout.replicas)
+            else:
+                try:
+                    self.known[key] = Held.of(lower(step.logical, option.strategy, for_store=True), step.tokens)
+                except FxparError:
+                    return None
+        return self.known[key]
 
 
-def _can_run(step: TaskStep, strategy: str) -> bool:
-    """Of a strategy without stages it is known."""
-    if ">" not in strategy:
-        return True
-    try:
-        lower(step.logical, strategy, for_store=True)
-    except FxparError:
-        return False
-    return True
+def _settled(plan: RunPlan, ways: _Ways, home: Home, memory_bytes: float) -> RunPlan:
+    """The plan with what is moved to and from the ranks that tasks have in it, and what each rank holds."""
+    runs = plan.runs
+    held = [ways.known[run.task, run.option.strategy].placed(first=run.ranks[0]) for run in runs]
+    ends = list(accumulate(map(len, plan.waves)))
+    by_wave = [held[end - len(wave) : end] for end, wave in zip(ends, plan.waves, strict=True)]
+    nbytes = {stay: rank_bytes(by_wave, home, stay) for stay in (True, False)}
+    stay = max(nbytes[True]) <= memory_bytes
+    moved = iter(home.moved_ms(held, stay))
+    waves = tuple(tuple(_moving(run, next(moved)) for run in wave) for wave in plan.waves)
+    more = {"optimizer_bytes": home.optimizer_bytes, "in_turns": not stay, "needs_budget": not stay}
+    return replace(plan, waves=waves, rank_bytes=nbytes[stay], **more)
+
+
+def _moving(run: TaskRun, moved_ms: float) -> TaskRun:
+    return replace(run, option=replace(run.option, moved_ms=moved_ms))
+
+
+def rank_bytes(waves: Sequence[Sequence[Held]], home: Home, stay: bool) -> tuple[float, ...]:
+    """What each rank holds at its fullest: gradients of all of its tasks of a wave, activations of one of them. Weights
+    of tasks that lie alike are held once where they stay, else those of one task at a time.
+    """
+    tasks = [task for wave in waves for task in wave]
+    known: dict[tuple[bool, ...], float] = {}
+    found = []
+    for rank in range(home.masters.world):
+        key = tuple(rank in mesh for task in tasks for mesh in task.meshes)
+        if key not in known:
+            mine = [task for task in tasks if any(rank in mesh for mesh in task.meshes)]
+            weights = [on_rank(task.weights, rank) for task in mine]
+            together = sum({piece: size for one in weights for piece, size in one.items()}.values())
+            known[key] = float(
+                home.nbytes
+                + (together if stay else max((sum(one.values()) for one in weights), default=0))
+                + max(sum(sum(on_rank(task.sums, rank).values()) for task in wave) for wave in waves)
+                + max((task.active_bytes for task in mine), default=0)
+            )
+        found.append(known[key])
+    return tuple(found)
+
+
+def _no_room(options: Mapping[str, Sequence[Option]], home: Home, memory_bytes: float) -> RunMemoryError:
+    """With what would do, and what takes most."""
+    needed, (held_by, held), (active_by, active) = least_bytes(options)
+    parts = [
+        f"{human_bytes(home.nbytes)} masters, gradients, optimizer states and messages",
+        f"{human_bytes(held.held_bytes)} weights and sums of gradients of task {held_by!r} under {held.strategy!r}",
+        f"{human_bytes(active.active_bytes)} activations of task {active_by!r} under {active.strategy!r}",
+    ]
+    return RunMemoryError(home.masters.world, human_bytes(memory_bytes), _enough(home.nbytes + needed), parts)
+
+
+def _enough(nbytes: float) -> str:
+    """As `--memory` takes it, rounded up."""
+    return f"{math.ceil(nbytes / 1e8) / 10:.1f}GB" if nbytes >= 1e9 else f"{math.ceil(nbytes / 1e6)}MB"
 
 
 def _of_towers(
-    step: TaskStep, mine: Sequence[Contracted], found: Sequence[Contracted], layouts: Sequence[Layout], devices: int
+    step: TaskStep, mine: Sequence[Contracted], found: Sequence[Contracted], layouts: Sequence[Layout], home: Home
 ) -> list[Option]:
     """Stages of neighbours among the MetaOps of a task, in the order in which its loss calls them."""
     place = {node: at for at, node in enumerate(step.forward.calls)}
     order = sorted(range(len(mine)), key=lambda i: min(place[node] for node in mine[i].part.all_calls))
     number = {id(one): i for i, one in enumerate(mine)}
     reads = [{number[id(found[a])] for a in one.reads} for one in mine]
+    params = [step.forward.read_by(one.part.all_calls) for one in mine]
     options = []
     for stages in _splits(order):
         cuts = _cuts([[node for i in stage for node in mine[i].part.all_calls] for stage in stages])
         if cuts is not None:
-            options += _options(step, stages, cuts, reads, layouts, devices)
+            options += _options(_Towers(step, stages, cuts, reads, params), layouts, home)
     return options
 
 
@@ -90,15 +206,27 @@ def _cuts(stages: Sequence[Sequence[fx.Node]]) -> list[str] | None:
     return cuts
 
 
-def _options(
-    step: TaskStep,
-    stages: Sequence[Sequence[int]],
-    cuts: Sequence[str],
-    reads: Sequence[set[int]],
-    layouts: Sequence[Layout],
-    devices: int,
-) -> Iterator[Option]:
+@dataclass(frozen=True)
+class _Towers:
+    """MetaOps of a task (by number) in `stages`, which begin with `cuts`; what each MetaOp reads, and its params."""
+
+    step: TaskStep
+    stages: Sequence[Sequence[int]]
+    cuts: Sequence[str]
+    reads: Sequence[set[int]]
+    params: Sequence[Sequence[str]]
+
+    def held_bytes(self, layouts: Sequence[Layout]) -> float:
+        """A guess at the weights and gradients of the fullest rank."""
+        return max(
+            sum(layout.held.by_param[fqn] for fqn in {fqn for i in stage for fqn in self.params[i]})
+            for stage, layout in zip(self.stages, layouts, strict=True)
+        )
+
+
+def _options(towers: _Towers, layouts: Sequence[Layout], home: Home) -> Iterator[Option]:
     """By replicas and ranks of each stage, under the layouts that are the fastest there."""
+    step, stages = towers.step, towers.stages
     for replicas in sorted({one.replicas for one in layouts}):
         alike = [one for one in layouts if one.replicas == replicas]
         widths = sorted({one.width for one in alike})
@@ -110,12 +238,14 @@ def _options(
             for stage in stages
         ]
         for chosen in product(widths, repeat=len(stages)):
-            if sum(chosen) <= devices:
+            if sum(chosen) <= home.masters.world:
                 mine = [by_width[width] for by_width, width in zip(fastest, chosen, strict=True)]
                 first, *others = (one.strategy for one in mine)
-                text = " > ".join([f"{first}+zb_h1+cut({'|'.join(cuts)})", *others])
+                text = " > ".join([f"{first}+zb_h1+cut({'|'.join(towers.cuts)})", *others])
                 batches = 1 if step.logical.packing is not None else math.ceil(step.batches / replicas)
-                yield Option(sum(chosen), _step_ms(stages, mine, reads, batches), text)
+                held = towers.held_bytes(mine)
+                ms = _step_ms(stages, mine, towers.reads, batches)
+                yield Option(sum(chosen), ms, text, home.guessed_ms(held), held)
 
 
 def _step_ms(

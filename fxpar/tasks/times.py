@@ -19,6 +19,7 @@ from fxpar.ir.pipeline_graph import PipelineGraph, TeamsGraph
 from fxpar.ir.strategy import of_degrees
 from fxpar.lowering import lower
 from fxpar.tasks.contract import Contracted, TaskStep
+from fxpar.tasks.held import Held
 from fxpar.tasks.layers import around
 from fxpar.waves.work import MetaOp, TaskGraph
 
@@ -35,12 +36,15 @@ class Timed:
 
 @dataclass(frozen=True)
 class Layout:
-    """A strategy for a whole task, with as many `replicas`, and the ms of each of its MetaOps under it, in order."""
+    """A strategy for a whole task, with as many `replicas`, and the ms of each of its MetaOps under it, in order.
+    `held` is what one replica holds.
+    """
 
     width: int
     replicas: int
     strategy: str
     ms: tuple[float, ...]
+    held: Held
 
 
 _FEW = 8  # devices, of which a tower may take what another one leaves
@@ -76,6 +80,7 @@ def task_graph(
             one.state_bytes,
             one.saved_bytes,
             one.weights,
+            one.gradient_bytes,
         )
         for i, one in enumerate(found)
     )
@@ -111,14 +116,14 @@ def _all_layouts(
         if program.padding_hazard and any(dim.example % program.divisors.get(dim.name, 1) for dim in program.dims):
             refused[str(alone)] = "the sizes of its example do not divide"
             continue
-        costs = costs_of(program, shares, len(found), cluster)
+        costs, held = costs_of(program, shares, len(found), cluster), Held.of(program, step.tokens)
         for width in widths_of(devices):
             replicas, left = divmod(width, alone.world)
             if left or not 1 <= replicas <= step.batches:
                 continue
             batches = math.ceil(step.batches / replicas)
             ms = tuple(_MS * _seconds(step, program, cost, batches) for cost in costs)
-            layouts.append(Layout(width, replicas, str(of_degrees(replicas, 1, *cut)), ms))
+            layouts.append(Layout(width, replicas, str(of_degrees(replicas, 1, *cut)), ms, held))
     if not layouts:
         why = "; ".join(f"{name}: {text}" for name, text in list(refused.items())[:2])
         raise FitsNoDevicesError(task, f"it runs under no strategy. {why}", "Change its example or its loss")

@@ -242,7 +242,7 @@ class _Again(fx.Interpreter):
         except RuntimeError as error:
             if _OF_DATA not in str(error):
                 raise
-            what = "a write through .data into a tensor that is no parameter and no buffer"
+            what = "a write through .data into a tensor that is neither a parameter nor a buffer"
             raise UnsupportedOpError(what, "Make it a buffer.", n.meta.get("fqn"), source_of(n)) from error
 
 

@@ -19,7 +19,7 @@ from fxpar.ir.written import LONGEST, read
 from fxpar.train.assign import assign
 from fxpar.train.schema import from_table, shown
 from fxpar.train.strategies import DRIFT, PlanConfig, auto_problems, group_problems, plan_problems, read_strategies
-from fxpar.train.tasks import TaskConfig, one_loss_problems, read_tasks, task_problems, world_of
+from fxpar.train.tasks import TaskConfig, one_loss_problems, read_by_length, read_tasks, task_problems, world_of
 
 _POSITIVE: dict[str, Any] = {"least": 1}
 
@@ -72,7 +72,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class EngineConfig:
     """How strategies are run; see `fxpar.parallelize`. `token_budgets` has numbers for some lengths of [strategies],
-    `cluster` is a cluster file or what stands in one.
+    `cluster` is a cluster file or what stands in one. Sequences of [data] are cut to multiples of `length_multiple`.
     """
 
     token_budget: int | None = field(default=None, metadata=_POSITIVE)
@@ -83,6 +83,7 @@ class EngineConfig:
     merge: bool = True
     compile: Literal["eager", "inductor"] = "eager"
     checked: bool = False
+    length_multiple: int = field(default=1, metadata=_POSITIVE)
     cluster: str | dict[str, Any] | None = None
 
 
@@ -278,7 +279,7 @@ def _of_tasks(tables: dict[str, Any], source: str, name: str, problems: list[str
     tasks = read_tasks(tables.pop("task"), problems)
     problems += one_loss_problems(tables)
     given = tables.get("strategies", {})
-    strategies = read_strategies(given, None, problems) if isinstance(given, dict) and given else ()
+    strategies = read_by_length(given, problems) if isinstance(given, dict) and given else ()
     # A tokenizer is nothing that weights for tasks must have.
     sections = _sections({**tables, "data": {"source": "", "tokenizer": ""}, "strategies": {}}, problems)
     if not problems:
@@ -321,6 +322,9 @@ def check_together(config: TrainConfig, source: str) -> None:
     if not config.strategies:
         problems += auto_problems(config.run.ranks, asdict(config.engine))
     problems += [*_value_problems(config), *plan_problems(config.plan, config.strategies, config.engine.compile)]
+    longest, multiple = config.data.max_length or max(dict(config.strategies), default=0), config.engine.length_multiple
+    if multiple > longest:
+        problems.append(f"engine.length_multiple = {multiple} must be at most {longest}, the longest length")
     if (config.data.batch_tokens is None) == (config.data.batch_sequences is None):
         problems.append("[data] needs one of batch_tokens and batch_sequences")
     if problems:

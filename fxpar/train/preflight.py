@@ -17,6 +17,7 @@ from fxpar.checkpoint.lock import holder, release, take
 from fxpar.checkpoint.state import model_state
 from fxpar.data import KINDS, load_tokenizer
 from fxpar.data.files import list_files
+from fxpar.data.loader import OLDER_STATES
 from fxpar.data.sources import check_source
 from fxpar.errors import (
     CheckpointError,
@@ -140,11 +141,12 @@ def check_resumed(config: TrainConfig, checkpoint: Path) -> None:
     now: dict[str, tuple[str, object]] = {
         "max_length": ("data.max_length", config.max_length),
         "overlong": ("data.overlong", config.data.overlong),
+        "length_multiple": ("engine.length_multiple", config.engine.length_multiple),
         "seed": ("run.seed", config.run.seed),
         "shuffle": ("data.shuffle", config.data.shuffle),
     }
     for name, (key, value) in now.items():
-        was = before.get(name, value) if isinstance(before, dict) else value
+        was = {**OLDER_STATES, **before}.get(name, value) if isinstance(before, dict) else value
         if was != value:
             longest = ", the longest length of [strategies]" * (name == "max_length" and not config.data.max_length)
             raise ResumeError(

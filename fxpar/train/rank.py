@@ -33,6 +33,7 @@ from fxpar.runtime.report import merged_text, ride_text
 from fxpar.search.plan_file import parse_plan
 from fxpar.train.alone import faster_alone
 from fxpar.train.auto import compared_with, plan_line, search_plan, with_plan
+from fxpar.train.chosen_tasks import choose_on_rank_0
 from fxpar.train.compare import Comparison, check_agreement, comparison_lines
 from fxpar.train.config import TrainConfig, config_from_json
 from fxpar.train.loop import Hooks, run_steps
@@ -44,7 +45,7 @@ from fxpar.train.report import REPORT, ReportParts, collect, write_report
 from fxpar.train.session import TrainSession, open_session, static_config
 from fxpar.train.stop import StopRequest, agree
 from fxpar.train.task_source import TaskLoader
-from fxpar.train.tasks import texts_of
+from fxpar.train.tasks import chooses, texts_of
 from fxpar.train.text import NOTHING, Prepared, describe, keep_tokenizer, prepare_once
 from fxpar.train.view import open_view, summary_lines
 
@@ -197,6 +198,11 @@ def _train(job: Job, place: ThisRank) -> Outcome:
     job.check_plan(prepared.vocab_size)
     if not job.config.strategies and not job.config.tasks:
         job = _chosen(job, prepared, place)
+    if chooses(job.config.tasks, job.config.strategies):
+        place.monitor.phase("choose strategies")
+        chosen, words = choose_on_rank_0(job.config)
+        place.say(words)
+        job = Job(chosen, job.compare)
     config = job.config
     place.monitor.phase("build the model")
     texts = texts_of(config.tasks, config.strategies)

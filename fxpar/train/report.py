@@ -20,8 +20,8 @@ from fxpar import __version__
 from fxpar.batching.borders import schedule_of
 from fxpar.errors import FxparError, OutputError
 from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
-from fxpar.runtime.engine import Engine
-from fxpar.runtime.session import Session
+from fxpar.memory.state import bytes_at_home
+from fxpar.runtime.session import Session, SessionTask
 from fxpar.runtime.spans import GroupRun
 from fxpar.train.metrics import METRICS
 from fxpar.train.session import TrainSession
@@ -32,7 +32,7 @@ from fxpar.viz.inside import Inside
 from fxpar.viz.page import page_html
 from fxpar.viz.run import run_section
 from fxpar.viz.step import Planned, StepGroup, measured_step, predict_step
-from fxpar.viz.timeline import ShownStep, optimizer_ms, timeline_section
+from fxpar.viz.timeline import ShownStep, adam_ms, timeline_section
 from fxpar.viz.viewed import Viewed
 
 REPORT, TRACE = "report.html", "trace.json"
@@ -42,6 +42,10 @@ MOST_NODES = (
 ABOUT = (
     "The head, and the graph, mesh and memory tabs, are predictions: a micro-batch is as large as the token budget of "
     "its strategy. What ran is in the run and timeline tabs."
+)
+OF_TASKS = (
+    "Strategies stand behind the name of their task. The memory tab is that of a task alone, with the masters of its "
+    "parameters cut over its ranks. There is no mesh tab, as tasks have parameters of their own."
 )
 Section = Callable[[Sequence[Viewed]], "dict[str, Any] | None"]
 
@@ -55,6 +59,7 @@ class ReportParts:
     steps: tuple[ShownStep, ...]
     environment: tuple[str, ...]
     notes: list[str] = field(default_factory=list)
+    is_of_tasks: bool = False  # which have parameters of their own
 
 
 def collect(session: TrainSession) -> ReportParts | None:
@@ -66,28 +71,36 @@ def collect(session: TrainSession) -> ReportParts | None:
     fxpar: Session = session.model.fxpar_session
     insides = {name: Inside(program, fxpar.engine.cluster) for name, program in fxpar.programs.items()}
     last = steps[0][0].groups
-    alone = {name: program for name, program in fxpar.programs.items() if not isinstance(program, TeamsGraph)}
-    side_by_side = [name for name in fxpar.programs if name not in alone]
+    shown = {
+        name: (one, program)
+        for one in fxpar.tasks.values()
+        for name, program in one.compiled.programs.items()
+        if not isinstance(program, TeamsGraph)
+    }
+    side_by_side = [name for name in fxpar.programs if name not in shown]
+    notes = [f"{' and '.join(side_by_side)}: in the run and timeline tabs alone"] if side_by_side else []
     return ReportParts(
-        views=tuple(_view(fxpar, name, program, last) for name, program in alone.items()),
-        notes=[f"{' and '.join(side_by_side)}: in the run and timeline tabs alone"] if side_by_side else [],
+        views=tuple(_view(one, name, program, last) for name, (one, program) in shown.items()),
+        notes=[*notes, *([OF_TASKS] if session.config.tasks else [])],
         insides=insides,
-        steps=tuple(_shown(fxpar.engine, insides, ranks, i) for i, ranks in enumerate(steps)),
+        steps=tuple(_shown(fxpar, insides, ranks, i) for i, ranks in enumerate(steps)),
         environment=_environment(session, fxpar),
+        is_of_tasks=bool(session.config.tasks),
     )
 
 
-def _view(session: Session, name: str, program: TrainGraph, last: Sequence[GroupRun]) -> Viewed:
+def _view(task: SessionTask, name: str, program: TrainGraph, last: Sequence[GroupRun]) -> Viewed:
     """A strategy with micro-batches as large as its token budget, and as many as it ran last."""
-    engine = session.engine
+    engine = task.engine
     budget = max(g.token_budget for g, other in zip(engine.groups, engine.names, strict=True) if other == name)
     runs = max((len(r) for g in last if g.strategy == name for r in g.micro_batches), default=None)
     sizes = {"T": budget} if any(dim.name == "T" for dim in program.dims) else {}
-    return Viewed(name, program, session.compiled.logical, program, engine.cluster, sizes, runs)
+    return Viewed(name, program, task.compiled.logical, program, engine.cluster, sizes, runs)
 
 
-def _shown(engine: Engine, insides: Mapping[str, Inside], ranks: Sequence[StepSpans], position: int) -> ShownStep:
+def _shown(fxpar: Session, insides: Mapping[str, Inside], ranks: Sequence[StepSpans], position: int) -> ShownStep:
     """A step as it was predicted for the very micro-batches that ran, and as each rank recorded it."""
+    engine, store, waves = fxpar.engine, fxpar.store, ranks[0].waves
     planned: list[Planned] = []
     visited: list[str] = []
     for run in ranks[0].groups:
@@ -105,8 +118,13 @@ def _shown(engine: Engine, insides: Mapping[str, Inside], ranks: Sequence[StepSp
         planned.append(Planned(group, insides[name], switch_ms, 1e3 * reduction.predicted_s))
         visited.append(name)
     programs = [insides[one.group.strategy].program for one in planned]
-    order = schedule_of(visited, engine.switching.resident, engine.options.overlap)
-    predicted = predict_step(planned, len(ranks), optimizer_ms(programs[0], engine.cluster), order, engine.flowing())
+    optimizer_ms = adam_ms(bytes_at_home(store.home, store.trained), engine.cluster)
+    if waves:
+        predicted = predict_step(planned, len(ranks), optimizer_ms, waves=waves)
+    else:
+        order = schedule_of(visited, engine.switching.resident, engine.options.overlap)
+        flowing = {name: pace for one in fxpar.tasks.values() for name, pace in one.engine.flowing().items()}
+        predicted = predict_step(planned, len(ranks), optimizer_ms, order, flowing)
     measured = measured_step(predicted.groups, [one.spans for one in ranks], programs)
     return ShownStep(f"Step {ranks[0].step}, the {('last', 'slowest')[position]} one", predicted, measured)
 
@@ -169,6 +187,8 @@ def _model_sections(parts: ReportParts) -> dict[str, dict[str, Any] | None]:
         "mesh": mesh_section,
         "memory": partial(memory_section, insides=parts.insides),
     }
+    if parts.is_of_tasks:
+        del made["mesh"]
     found: dict[str, dict[str, Any] | None] = {}
     for name, section in made.items():
         try:

@@ -178,7 +178,8 @@ def _on_tasks(config: TrainConfig, device: torch.device) -> _Trained:
     cluster = cluster_here(described_cluster(config.engine), config.world, device)
     compiled = compiled_tasks(config, module, tasks, cluster)
     tasks = {name: replace(task, compiled=compiled[name]) for name, task in tasks.items()}
-    return _Trained(module, {"tasks": tasks, "weights": weights}, loader, loader.held_out())
+    told = {"tasks": tasks, "weights": weights, "record": config.run.report}
+    return _Trained(module, told, loader, loader.held_out())
 
 
 def _together(config: TrainConfig, found: Mapping[str, Evaluated]) -> Evaluated:
@@ -212,6 +213,7 @@ def open_session(
         merge=engine.merge,
         compile=engine.compile,
         checked=engine.checked,
+        length_multiple=engine.length_multiple,
         precision=config.precision.compute,
         loss_scale=config.precision.loss_scale,
         deterministic=config.precision.deterministic,
@@ -227,7 +229,7 @@ def open_session(
     training = Training(model, batches, optimizer, scheduler, config.optimizer.clip, config.run.nan)
     exact = ExactExperts(model, *config.plan.of_experts) if any(config.plan.of_experts) else None
     training.after_step = _Watch(model, config.plan.drift or 0.0, exact).after
-    training.traces = StepTraces() if config.run.report and not config.tasks else None
+    training.traces = StepTraces() if config.run.report else None
     return TrainSession(
         config,
         training,

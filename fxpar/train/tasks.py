@@ -12,6 +12,7 @@ from typing import Any
 from fxpar.batching import length_groups
 from fxpar.batching.groups import SIZES
 from fxpar.errors import FxparError
+from fxpar.ir.axes import REPLICAS
 from fxpar.ir.dtype_names import SHORT_DTYPES
 from fxpar.ir.teams import formations
 from fxpar.ir.written import is_task_name, read
@@ -71,7 +72,7 @@ def read_tasks(sections: Any, problems: list[str]) -> dict[str, TaskConfig]:
         if not isinstance(table, dict):
             problems.append(f"{where} = {shown(table)} must be a section: [{where}]")
         elif not is_task_name(name):
-            problems.append(f"[{where}] is no name of a task: give a text without ':' and '/'")
+            problems.append(f"[{where}] is not a name for a task: give a text without ':' and '/'")
         else:
             task = from_table(TaskConfig, table, where, problems)
             if task is not None and _fits(task, where, problems):
@@ -86,7 +87,7 @@ def one_loss_problems(tables: Mapping[str, Any]) -> list[str]:
         problems.append("[data] is of one loss: each [task.NAME] has data of its own")
     if not isinstance(strategies, dict) or STATIC in strategies:
         problems.append(
-            '"auto" and static are of one loss: give tasks strategies by length or rows, such as 64 = "dp2"'
+            '"auto" and static are of one loss: give tasks strategies by length or rows, such as 64 = "dp2" or "auto"'
         )
     of_one_loss = {"engine": ("order", "gradients", "token_budgets"), "plan": ("drift", "residual", "exact_steps")}
     for section, key in ((section, key) for section, keys in of_one_loss.items() for key in keys):
@@ -99,6 +100,8 @@ def one_loss_problems(tables: Mapping[str, Any]) -> list[str]:
 def task_problems(tasks: Tasks, model: str, strategies: Strategies, ranks: int | None) -> list[str]:
     """What is wrong with tasks, the strategies beside them, and the number of ranks, if it is said."""
     found = _function_problems(tasks, model)
+    if chooses(tasks, strategies):
+        return found + _choice_problems(tasks, strategies, ranks)
     world = world_of(tasks, strategies, ranks)
     for name, task in tasks.items():
         own = task.by_length(strategies)
@@ -113,6 +116,32 @@ def task_problems(tasks: Tasks, model: str, strategies: Strategies, ranks: int |
             length_groups(dict(own), world=len(many), token_budget=task.token_budget, unit=SIZES)
         except FxparError as error:
             found.append(f"task.{name}: {error}")
+    return found
+
+
+def read_by_length(table: Mapping[str, Any], problems: list[str], where: str = "strategies") -> Strategies:
+    """Ascending (limit, strategy), where a strategy may be "auto"; what is wrong is appended to `problems`."""
+    plain = {key: f"{REPLICAS}1" if text == AUTO else text for key, text in table.items()}
+    chosen = {int(key) for key, text in table.items() if text == AUTO and key.isdecimal()}
+    return tuple(
+        (limit, AUTO if limit in chosen else text) for limit, text in read_strategies(plain, None, problems, where)
+    )
+
+
+def chooses(tasks: Tasks, strategies: Strategies) -> bool:
+    """Whether strategies of tasks are yet to be chosen."""
+    return any(text == AUTO for task in tasks.values() for _, text in task.by_length(strategies))
+
+
+def _choice_problems(tasks: Tasks, strategies: Strategies, ranks: int | None) -> list[str]:
+    """What strategies and ranks of tasks cannot be chosen beside."""
+    found = [] if ranks else ['"auto" needs run.ranks, or --ranks N: how many to choose for']
+    for name, task in tasks.items():
+        own = task.by_length(strategies)
+        if [text for _, text in own] != [AUTO]:
+            found.append(f'task.{name} must have one strategy, "auto", as others are chosen: write such as 64 = "auto"')
+        if task.ranks is not None:
+            found.append(f"task.{name}.ranks are chosen with its strategy: leave them out")
     return found
 
 
@@ -155,7 +184,7 @@ def _fits(task: TaskConfig, where: str, problems: list[str]) -> bool:
             problems.append(f"{where}.strategies.{key} is of one loss: give lengths or rows, such as 64")
             return False
     if task.strategies:
-        read_strategies(task.strategies, None, problems, f"{where}.strategies")
+        read_by_length(task.strategies, problems, f"{where}.strategies")
     if task.ranks == []:
         problems.append(f"{where}.ranks = [] must name ranks, such as [0, 1]")
     for key, dims in (task.dynamic or {}).items():

@@ -11,11 +11,12 @@ from fxpar.runtime.spans import GroupRun, RunSpan, StepTrace
 
 @dataclass(frozen=True)
 class StepSpans:
-    """What one rank did in one step. Plain data."""
+    """What one rank did in one step; `waves` as in `StepTrace`. Plain data."""
 
     step: int
     groups: tuple[GroupRun, ...]
     spans: tuple[RunSpan, ...]
+    waves: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class _Taken:
     optimizer: RunSpan
 
     def spans(self) -> StepSpans:
-        return StepSpans(self.step, self.trace.groups, (*self.trace.spans(), self.optimizer))
+        return StepSpans(self.step, self.trace.groups, (*self.trace.spans(), self.optimizer), self.trace.waves)
 
 
 @dataclass

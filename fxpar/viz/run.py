@@ -28,12 +28,19 @@ def run_section(
         "steps": [part[-1]["step"] for part in bins],
         "steps_per_point": max(map(len, bins)),
         "curves": {name: [_mean(part, name) for part in bins] for name in CURVES},
+        "tasks": _tasks(steps, bins),
         "times": _times(bins),
         "groups": [_group(key, bins, steps) for key in groups],
         "totals": _totals(steps),
         "comparison": None if comparison is None else dict(comparison),
         "environment": list(environment),
     }
+
+
+def _tasks(steps: Sequence[Step], bins: Sequence[Sequence[Step]]) -> dict[str, list[float | None]]:
+    """The loss of each task, without its weight, over the steps that have it; nothing of a run of one loss."""
+    names = dict.fromkeys(name for step in steps for name in step.get("tasks") or {})
+    return {name: [_short_mean([step["tasks"].get(name) for step in part]) for part in bins] for name in names}
 
 
 def _bins(steps: Sequence[Step]) -> list[Sequence[Step]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, zip_longest
@@ -17,7 +17,7 @@ from fxpar.runtime.micro import replica_of
 from fxpar.runtime.pipeline import plan_pipeline
 from fxpar.runtime.spans import RunSpan
 from fxpar.schedule import Action, Costs, Span, Transfer, simulate
-from fxpar.schedule.mini_batch import Flow, GroupAction, MiniBatchSchedule, Pace, blocking, simulate_mini_batch
+from fxpar.schedule.mini_batch import Flow, GroupAction, MiniBatchSchedule, Pace, in_waves, simulate_mini_batch
 from fxpar.viz.inside import ACTION_PARTS, Inside
 
 MOST_RANKS = 32  # that a picture has lanes for
@@ -72,7 +72,9 @@ class StepSpan:
 
 @dataclass(frozen=True)
 class Lane:
-    """Ranks that do the same at the same time; `replicas[g]` is their data-parallel replica in group g."""
+    """Ranks that do the same at the same time; `replicas[g]` is their data-parallel replica in group g, -1 where that
+    runs on other ranks.
+    """
 
     ranks: tuple[int, ...]
     replicas: tuple[int, ...]
@@ -112,7 +114,9 @@ class StepTimeline:
         return min((s.start_ms for s in mine), default=0.0), max((s.end_ms for s in mine), default=0.0)
 
     def group_ms(self, group: int) -> dict[str, float]:
-        """Mean over the lanes' ranks: "switch", "reduce", and "run", from the first of the other spans to the last."""
+        """Means over ranks: "switch" and "reduce" of all, and of those that run it "run", from the first of the other
+        spans to the last.
+        """
         found = {"switch": 0.0, "run": 0.0, "reduce": 0.0}
         share = [len(lane.ranks) / sum(len(lane.ranks) for lane in self.lanes) for lane in self.lanes]
         runs: dict[int, tuple[float, float]] = {}
@@ -122,7 +126,8 @@ class StepTimeline:
             elif span.group == group:
                 start, end = runs.get(span.lane, (span.start_ms, span.end_ms))
                 runs[span.lane] = min(start, span.start_ms), max(end, span.end_ms)
-        found["run"] = sum((end - start) * share[lane] for lane, (start, end) in runs.items())
+        took = sum((end - start) * len(self.lanes[lane].ranks) for lane, (start, end) in runs.items())
+        found["run"] = took / self._ranks_of(group) if runs else 0.0
         return found
 
     def bubble(self, group: int) -> float | None:
@@ -135,7 +140,11 @@ class StepTimeline:
         ranks = [len(lane.ranks) for lane in self.lanes]
         whole = max(span.end_ms for span in mine) - min(span.start_ms for span in mine)
         busy = sum((span.end_ms - span.start_ms) * ranks[span.lane] for span in mine)
-        return 1 - busy / (whole * sum(ranks)) if whole > 0 else 0.0
+        return 1 - busy / (whole * self._ranks_of(group)) if whole > 0 else 0.0
+
+    def _ranks_of(self, group: int) -> int:
+        """How many ranks run it, those without a micro-batch among them."""
+        return sum(len(lane.ranks) for lane in self.lanes if lane.replicas[group] >= 0)
 
     def tokens_per_s(self, group: int) -> float:
         """Of all replicas, from the begin of a group to its end, switch and reduction included; 0.0 for no time."""
@@ -171,6 +180,7 @@ def predict_step(
     optimizer_ms: float = 0.0,
     order: MiniBatchSchedule | None = None,
     flowing: Mapping[str, Pace] | None = None,
+    waves: Sequence[int] = (),
 ) -> StepTimeline:
     """Each group: switch, prologue, micro-batches, epilogue, reduction; after them the optimizer.
 
@@ -178,10 +188,15 @@ def predict_step(
     stages they run by the schedule: each part of a stage takes its share of that, a message its bytes over the link.
     `order` says what may run beside what, by default nothing: the spans of a switch and a reduction are then what the
     ranks wait for it. To groups of `flowing` strategies weights come, and their gradients leave, one by one.
+    Of `waves`, if there are any, so many groups each wait for nobody but their own ranks.
     """
     lanes, places = _lanes(planned, world)
     runs = [_group_spans(one, number, [where[number] for where in places]) for number, one in enumerate(planned)]
-    took = {GroupAction("run", number): end for number, (_, end) in enumerate(runs)}
+    waves = waves or [1] * len(planned)
+    begun, order = _begun(planned, [end for _, end in runs], waves), order or in_waves(waves)
+    took = {GroupAction("run", number): 0.0 for number in range(len(runs))}
+    for (first, late), (_, end) in zip(begun, runs, strict=True):  # the first of a wave stands for all of it
+        took[GroupAction("run", first)] = max(took[GroupAction("run", first)], late + end)
     for number, one in enumerate(planned):
         took |= {GroupAction("switch", number): one.switch_ms, GroupAction("reduce", number): one.reduce_ms}
     flows = {
@@ -189,29 +204,42 @@ def predict_step(
         for run, one in zip(sorted(run for run in took if run.kind == "run"), planned, strict=True)
         if flowing and one.group.strategy in flowing
     }
-    simulated = simulate_mini_batch(order or blocking(len(planned)), took, flows)
+    simulated = simulate_mini_batch(order, took, flows)
     end_ms = simulated.makespan_s  # all times here are in ms
     spans: list[StepSpan] = []
     now = 0.0
-    for number, (found, _) in enumerate([*runs, ([], 0.0)]):
-        begin, end = simulated.spans.get(GroupAction("run", number), (end_ms, end_ms))
+    for (found, _), (first, late) in zip([*runs, ([], 0.0)], [*begun, (len(runs), 0.0)], strict=True):
+        begin, end = simulated.spans.get(GroupAction("run", first), (end_ms, end_ms))
         for action, (start, stop) in sorted(simulated.spans.items(), key=lambda item: item[1]):
             if action.kind != "run":  # the ranks wait for what moves while nothing runs
-                _everyone(spans, lanes, action.kind, action.group, max(start, now), min(stop, begin))
-        spans += [replace(span, start_ms=span.start_ms + begin, end_ms=span.end_ms + begin) for span in found]
+                _everyone(spans, range(len(lanes)), action.kind, action.group, max(start, now), min(stop, begin))
+        at = begin + late
+        spans += [replace(span, start_ms=span.start_ms + at, end_ms=span.end_ms + at) for span in found]
         now = end
-    _everyone(spans, lanes, "optimizer", -1, end_ms, end_ms + optimizer_ms)
+    _everyone(spans, range(len(lanes)), "optimizer", -1, end_ms, end_ms + optimizer_ms)
     return StepTimeline("predicted", tuple(one.group for one in planned), lanes, tuple(spans))
+
+
+def _begun(planned: Sequence[Planned], took: Sequence[float], waves: Sequence[int]) -> list[tuple[int, float]]:
+    """Of each group the first one of its wave, and when it begins behind that: once its ranks have done others."""
+    found: list[tuple[int, float]] = []
+    for size in waves:
+        first, free = len(found), defaultdict[int, float](float)  # by rank
+        for one, ms in zip(planned[first : first + size], took[first : first + size], strict=True):
+            ranks = one.inside.program.mesh.ranks
+            found.append((first, max(free[rank] for rank in ranks)))
+            free.update(dict.fromkeys(ranks, found[-1][1] + ms))
+    return found
 
 
 def _group_spans(one: Planned, number: int, places: Sequence[_Place]) -> tuple[list[StepSpan], float]:
     """What each lane does between the switch and the reduction of a group, from 0, and when the last one is done."""
-    lanes, now = range(len(places)), one.inside.once_ms("prologue")
+    lanes, now = [lane for lane, place in enumerate(places) if place != _NOWHERE], one.inside.once_ms("prologue")
     spans: list[StepSpan] = []
     _everyone(spans, lanes, "prologue", number, 0.0, now)
-    found = {place: _run(one, *place) for place in set(places)}
-    for lane, place in enumerate(places):
-        for kind, start, end, micro, stage in found[place]:
+    found = {place: _run(one, *place) for place in set(places) - {_NOWHERE}}
+    for lane in lanes:
+        for kind, start, end, micro, stage in found[places[lane]]:
             spans.append(StepSpan(lane, kind, number, now + start, now + end, micro, stage))
     now += max((end for run in found.values() for _, _, end, _, _ in run), default=0.0)
     end = now + one.inside.once_ms("epilogue")
@@ -219,12 +247,15 @@ def _group_spans(one: Planned, number: int, places: Sequence[_Place]) -> tuple[l
     return spans, end
 
 
-def _everyone(spans: list[StepSpan], lanes: Sized, kind: str, group: int, start_ms: float, end_ms: float) -> None:
+def _everyone(
+    spans: list[StepSpan], lanes: Iterable[int], kind: str, group: int, start_ms: float, end_ms: float
+) -> None:
     if end_ms > start_ms:
-        spans += [StepSpan(lane, kind, group, start_ms, end_ms) for lane in range(len(lanes))]
+        spans += [StepSpan(lane, kind, group, start_ms, end_ms) for lane in lanes]
 
 
 _Place = tuple[int, int]  # replica, position in the pipeline
+_NOWHERE: _Place = (-1, -1)  # of a rank that does not run the group
 _Run = list[tuple[str, float, float, int, int]]  # kind, start, end, micro-batch, stage
 
 
@@ -235,7 +266,10 @@ def _lanes(planned: Sequence[Planned], world: int) -> tuple[tuple[Lane, ...], li
     for rank in range(world):
         where = tuple(_place(one, rank) for one in planned)
         places[rank] = where
-        held = tuple(one.group.micro_batches[replica] for one, (replica, _) in zip(planned, where, strict=True))
+        held = tuple(
+            one.group.micro_batches[replica] if replica >= 0 else None
+            for one, (replica, _) in zip(planned, where, strict=True)
+        )
         alike[held, tuple(position for _, position in where)].append(rank)
     lanes = tuple(Lane(tuple(r), tuple(replica for replica, _ in places[r[0]])) for r in alike.values())
     return lanes, [places[lane.ranks[0]] for lane in lanes]
@@ -250,7 +284,12 @@ def _stage(span: RunSpan, programs: Sequence[Program], rank: int) -> int:
 
 
 def _place(one: Planned, rank: int) -> _Place:
-    program = one.inside.program
+    return _place_in(one.inside.program, rank)
+
+
+def _place_in(program: Program, rank: int) -> _Place:
+    if rank not in program.mesh:
+        return _NOWHERE
     return replica_of(program, rank), position_of(program, rank)
 
 
@@ -345,7 +384,7 @@ def measured_step(
     Ranks begin a step together up to the small all-reduce before it, so their clocks are not compared.
     """
     shown = range(min(len(ranks), MOST_RANKS))
-    lanes = tuple(Lane((rank,), tuple(replica_of(program, rank) for program in programs)) for rank in shown)
+    lanes = tuple(Lane((rank,), tuple(_place_in(program, rank)[0] for program in programs)) for rank in shown)
     spans = [
         StepSpan(
             lane, span.kind, span.group, span.start_ms, span.end_ms, span.micro_batch, _stage(span, programs, lane)

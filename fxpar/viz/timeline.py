@@ -10,9 +10,10 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.memory.state import home_bytes
-from fxpar.store import SwitchSchedule, home_layout, param_specs, wire_layout
+from fxpar.store import home_layout, param_specs, wire_layout
 from fxpar.switch import ParamLayout, layout_of
 from fxpar.switch.node_first import cheapest_cost
+from fxpar.switch.order import SwitchSchedule
 from fxpar.switch.terms import gradient_placements
 from fxpar.viz.inside import Inside
 from fxpar.viz.step import Planned, StepGroup, StepTimeline, predict_step
@@ -90,7 +91,7 @@ def predicted_step(views: Sequence[Viewed], insides: Mapping[str, Inside]) -> St
     home = home_layout(specs, world)
     layouts = {name: layout_of(program, name) for name, program in programs.items()}
     cluster = insides[views[0].strategy].cluster
-    schedule = SwitchSchedule(layouts, wire_layout(home, specs), tuple(programs), cluster)
+    schedule = SwitchSchedule(layouts, wire_layout(home, specs), cluster, resident=tuple(programs))
     planned, visited = [], []
     for view in views:
         program = programs[view.strategy]
@@ -122,8 +123,15 @@ def equal_runs(views: Sequence[Viewed]) -> list[int]:
 
 
 def optimizer_ms(program: Program, cluster: ClusterSpec) -> float:
-    """AdamW on the fullest rank: masters and moments are read and written, gradients are read."""
-    masters, moments, gradients = home_bytes(program)
+    """`adam_ms` of a program's parameters alone."""
+    return adam_ms(home_bytes(program), cluster)
+
+
+def adam_ms(nbytes: tuple[int, int, int], cluster: ClusterSpec) -> float:
+    """AdamW on the fullest rank, of the bytes that `bytes_at_home` says: masters and moments are read and written,
+    gradients are read.
+    """
+    masters, moments, gradients = nbytes
     return (2 * masters + 2 * moments + gradients) / (cluster.sustained.memory_gb_per_s * 1e6)
 
 

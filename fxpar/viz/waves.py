@@ -15,12 +15,12 @@ _TICKS = 5
 
 def waves_html(plan: WavePlan, title: str, strategies: Mapping[tuple[int, int], str] | None = None) -> str:
     """The page. A run is a box of its MetaOp's colour and letter, the backward lighter; what a device receives before
-    is hatched. Pointing at a box tells its layers, devices, wave and time, and its strategy: `strategies` by MetaOp and
-    number of devices.
+    is hatched, and a line below says when it adds up gradients. Pointing at a box tells its layers, devices, wave and
+    time, and its strategy: `strategies` by MetaOp and number of devices.
     """
     height = plan.devices.count * _ROW + 40
     colours = "".join(f".m{m}{{fill:{_colour(m, len(plan.graph.metaops))}}}" for m in range(len(plan.graph.metaops)))
-    body = "\n".join([*_lines(plan), *_runs(plan, strategies or {})])
+    body = "\n".join([*_lines(plan), *_runs(plan, strategies or {}), *_reductions(plan)])
     rows = "".join(
         f'<tr><td><svg width="12" height="12"><rect class="m{m}" width="12" height="12"/></svg> {letter(m)}</td>'
         f"<td>{html.escape(one.name)}</td><td>{one.layers}</td></tr>"
@@ -51,7 +51,8 @@ def _summary(plan: WavePlan) -> str:
     return (
         f"A step takes {plan.ms:.1f} ms on {plan.devices.count} devices; none takes less than {plan.bound_ms:.1f} ms "
         f"(gap {plan.gap:.1%}). One after the other: {plan.sequential_ms:.1f} ms. Dark: forward, light: backward, "
-        f"hatched: receiving, {plan.transfer_share:.1%} of the step."
+        f"hatched: receiving, {plan.transfer_share:.1%} of the step, line below: adding up gradients, which takes "
+        f"{plan.step.exposed_ms:.1f} ms at the end of the step."
     )
 
 
@@ -91,6 +92,15 @@ def _runs(plan: WavePlan, strategies: Mapping[tuple[int, int], str]) -> Iterator
             )
             if end - begin > 2 * _ROW:
                 yield f'<text class="name" x="{begin + 3:.2f}" y="{y + _ROW - 6}">{letter(piece.metaop)}</text>'
+
+
+def _reductions(plan: WavePlan) -> Iterator[str]:
+    scale = _WIDTH / plan.ms
+    for one in plan.step.reductions:
+        x, width = _LEFT + one.start_ms * scale, (one.end_ms - one.start_ms) * scale
+        for device in one.devices:
+            y = (device + 1) * _ROW - 3
+            yield f'<rect class="reduces" x="{x:.2f}" width="{width:.2f}" y="{y}" height="2"/>'
 
 
 def _colour(number: int, count: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -45,12 +46,13 @@ class Assignment:
 @dataclass(frozen=True)
 class TasksPlan:
     """A plan, the chain of each MetaOp of its graph, and the plan that a run can follow; the latter two not where the
-    plan is of costs without a model.
+    plan is of costs without a model. A device holds `memory_bytes`: more than that only if no plan of pieces fits.
     """
 
     plan: WavePlan
     chains: tuple[Chain, ...] = ()
     runs: RunPlan | None = None
+    memory_bytes: float = math.inf
 
     @property
     def strategies(self) -> dict[tuple[int, int], str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from fxpar.waves.plan import WavePlan
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def chart(plan: WavePlan, *, columns: int = 100) -> str:
-    """Time to the right: `A=` is the forward of the MetaOp of letter A, `a-` a backward, `<` is receiving, `.` is idle.
-    Below, the letters.
+    """Time to the right: `A=` is the forward of the MetaOp of letter A, `a-` a backward, `<` is receiving, `+` is
+    adding up gradients with nothing beside it, `.` is idle. Below, the letters.
     """
     scale = columns / plan.ms
     names = {m: letter(m) for m in range(len(plan.graph.metaops))}
@@ -21,6 +23,11 @@ def chart(plan: WavePlan, *, columns: int = 100) -> str:
         text = "<" * (begin - start) + name.ljust(end - begin, "-" if run.backward else "=")
         for device in piece.devices:
             cells[device][start:end] = list(text[: end - start])
+    for one in plan.step.reductions:
+        span = range(min(columns, round(one.start_ms * scale)), min(columns, round(one.end_ms * scale)))
+        for device, place in product(one.devices, span):
+            if cells[device][place] == ".":
+                cells[device][place] = "+"
     lines: list[tuple[int, int, str]] = []
     for device, line in enumerate("".join(row) for row in cells):
         if lines and lines[-1][2] == line:

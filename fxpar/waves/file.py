@@ -24,14 +24,15 @@ class TaskFile:
     between_gb_per_s: float | None = None
     memory_gib: float | None = None
 
-    def devices(self, count: int, per_node: int) -> Devices:
-        """So many of them. Raises TaskGraphError for a number of the file that cannot be."""
-        given: dict[str, float] = {}
-        for key in _LINKS:
-            if (value := getattr(self, key)) is not None:
-                given[key] = value
+    def devices(self, count: int, per_node: int, memory_bytes: float | None = None) -> Devices:
+        """So many of them; `memory_bytes` go before what the file says. Raises TaskGraphError for a number of the file
+        that cannot be.
+        """
+        given: dict[str, float] = {key: value for key in _LINKS if (value := getattr(self, key)) is not None}
         if "memory_gib" in given:
             given["memory_bytes"] = given.pop("memory_gib") * 2**30
+        if memory_bytes is not None:
+            given["memory_bytes"] = memory_bytes
         return Devices(count, per_node, **given)
 
 
@@ -80,13 +81,13 @@ def _metaop(where: str, data: object) -> MetaOp:
     assert isinstance(data, dict)
     for key in ("name", "weights"):
         if not isinstance(data.get(key, ""), str):
-            raise TaskGraphError(f"{where}, {key}", f"{brief(data[key])[:60]} is no name", "Write a string")
+            raise TaskGraphError(f"{where}, {key}", f"{brief(data[key])[:60]} is not a name", "Write a string")
     times = data["layer_ms"]
     if not isinstance(times, dict):
-        raise TaskGraphError(f"{where}, layer_ms", f"{brief(times)[:60]} is no table", 'Write {"1": 8.0, "2": 4.4}')
+        raise TaskGraphError(f"{where}, layer_ms", f"{brief(times)[:60]} is not a table", 'Write {"1": 8.0, "2": 4.4}')
     for devices in times:
         if not (devices.isascii() and devices.isdigit() and len(devices) < 9 and int(devices) > 0):
-            why = f"{devices[:40]!r} is no number of devices"
+            why = f"{devices[:40]!r} is not a number of devices"
             raise TaskGraphError(f"{where}, layer_ms", why, "Write whole numbers from 1 on")
     return MetaOp(**data | {"layer_ms": {int(devices): ms for devices, ms in times.items()}})
 

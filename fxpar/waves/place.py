@@ -10,7 +10,6 @@ from scipy.optimize import linear_sum_assignment
 
 from fxpar.waves.order import Piece, Problem
 
-_GRADIENTS = 1 / 8  # of the states of Adam in mixed precision: 2 of 16 bytes
 _MOST_TRIES = 2000  # pieces that are placed anew because memory did not suffice
 
 
@@ -59,6 +58,7 @@ class Placer:
     def __init__(self, problem: Problem, pieces: Sequence[Piece]) -> None:
         self.problem, self.pieces = problem, pieces
         self.starts, self.ends = problem.times(pieces)
+        self.used = np.zeros(problem.devices.count)
         self.firsts, self.sources = _sources(problem, pieces)
         devices = problem.devices
         self.nodes = np.arange(devices.count) // devices.per_node
@@ -68,9 +68,11 @@ class Placer:
 
     def place(self) -> list[Placed] | None:
         """The pieces with devices; None if memory does not suffice, whichever choices are taken back (a few thousand
-        are tried). A choice is taken back only where a later piece has no devices with enough memory.
+        are tried). A choice is taken back only where a later piece has no devices with enough memory. `used` has the
+        bytes by device then.
         """
-        ground = Ground(np.zeros(self.problem.devices.count), np.zeros(self.problem.devices.count))
+        devices = self.problem.devices
+        ground = Ground(np.zeros(devices.count), np.full(devices.count, float(devices.held_bytes)))
         found: list[Placed] = []
         waiting: list[tuple[Ground, Iterator[tuple[int, ...]]]] = []
         tries = 0
@@ -88,6 +90,7 @@ class Placer:
                 continue
             ground, placed = self._put(ground, len(found), chosen)
             found.append(placed)
+        self.used = ground.used
         return found
 
     def _put(self, ground: Ground, at: int, chosen: tuple[int, ...]) -> tuple[Ground, Placed]:
@@ -152,7 +155,7 @@ class Placer:
             needed[absent] += metaop.state_bytes
             if holders:
                 nearest = self.rates[list(holders)].min(0)
-                cost += nearest * absent * (2 * _GRADIENTS * metaop.state_bytes)
+                cost += nearest * absent * (2 * metaop.reduced_bytes)
         room = ground.used + needed <= devices.memory_bytes
         return cost, room
 

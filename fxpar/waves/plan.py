@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxpar.errors import FitsNoDevicesError
@@ -19,16 +19,16 @@ from fxpar.waves.work import Devices, TaskGraph
 
 EFFORT = 60_000  # pieces that each local search times
 _AGAIN = 2  # local searches from the best that was found
-_WAVES = "waves"
+_WAVES, _SEQUENTIAL = "waves", "one after the other"
 
 
 @dataclass(frozen=True)
 class WavePlan:
     """Pieces of MetaOps on devices, in the order of their forwards, and the step that they make.
 
-    No plan of this graph takes less than `bound_ms` (transfers and memory aside); Spindle's waves, placed and timed
-    alike, take `spindle_ms` (inf if memory does not suffice for them), all MetaOps one after the other on all devices
-    `sequential_ms`. `found_by` names the start that led to the plan.
+    No plan of this graph takes less than `bound_ms` (transfers, reductions and memory aside); Spindle's waves, placed
+    and timed alike, take `spindle_ms` (inf if memory does not suffice for them), all MetaOps one after the other on all
+    devices `sequential_ms`, without what they send each other. `found_by` names the start that led to the plan.
     """
 
     graph: TaskGraph
@@ -83,17 +83,26 @@ def plan_waves(graph: TaskGraph, devices: Devices, *, effort: int = EFFORT) -> W
     problem = Problem(graph, devices)
     bound = relaxed(graph, problem.curves, devices.count)
     found: dict[str, tuple[list[Placed], Step]] = {}
-    for name, order in _orders(problem, bound, effort):
+    for name, order in _both_ways(problem, _orders(problem, bound, effort)):
         placed = Placer(problem, order).place()
         if placed is not None:
             found[name] = placed, step_of(problem, placed)
     if not found:
-        raise _no_room(problem)
+        raise _no_room(problem, bound)
     best = min(found, key=lambda name: (round(found[name][1].ms, 6), len(found[name][0])))
     placed, step = found[best]
     sequential = sum(curve.least_ms * count for curve, count in zip(problem.curves, problem.layers, strict=True))
+    sequential += found[_SEQUENTIAL][1].exposed_ms if _SEQUENTIAL in found else 0.0
     spindle_ms = found[_WAVES][1].ms if _WAVES in found else math.inf
     return WavePlan(graph, devices, tuple(placed), step, bound.bound_ms, spindle_ms, sequential, best)
+
+
+def _both_ways(problem: Problem, orders: Iterator[tuple[str, list[Piece]]]) -> Iterator[tuple[str, list[Piece]]]:
+    """Where nobody reads from another also each order turned around: it decides whose gradients are added up last."""
+    for name, order in orders:
+        yield name, order
+        if not problem.graph.edges:
+            yield f"{name}, turned around", order[::-1]
 
 
 def _orders(problem: Problem, bound: Relaxed, effort: int) -> Iterator[tuple[str, list[Piece]]]:
@@ -115,7 +124,7 @@ def _orders(problem: Problem, bound: Relaxed, effort: int) -> Iterator[tuple[str
         found[f"the best, with loans {seed}"] = improved(problem, best, effort, enough, seed, loans=True)
     yield from found.items()
     yield "whole", _whole(problem, bound)
-    yield "one after the other", _one_by_one(problem)
+    yield _SEQUENTIAL, _one_by_one(problem)
 
 
 def _spindle(problem: Problem) -> Iterator[list[Piece]]:
@@ -146,14 +155,25 @@ def _ms(problem: Problem, pieces: Sequence[Piece]) -> float:
     return max(problem.times(pieces)[1])
 
 
-def _no_room(problem: Problem) -> FitsNoDevicesError:
-    """Each MetaOp fits, but no order was found in which they fit together."""
-    devices = problem.devices
+def _no_room(problem: Problem, bound: Relaxed) -> FitsNoDevicesError:
+    """Each MetaOp fits, but no order was found in which they fit together. Says what memory would do for one."""
+    devices, room = problem.devices, problem.devices.memory_bytes - problem.devices.held_bytes
     states = {one.parameters: one.layers * one.state_bytes for one in problem.graph.metaops}
     total = sum(states.values()) + sum(one.layers * one.saved_bytes for one in problem.graph.metaops)
     largest = max(problem.graph.metaops, key=lambda one: one.layers * (one.state_bytes + one.saved_bytes))
     why = (
         f"no order was found that has room for it beside the others. All together take {total / 2**30:.2f} GiB or "
-        f"more, and {devices.count} devices have {devices.count * devices.memory_bytes / 2**30:.2f}"
+        f"more, and {devices.count} devices have {devices.count * room / 2**30:.2f}"
     )
-    return FitsNoDevicesError(largest.name, why, "Plan for more devices or more memory, or for smaller batches")
+    roomy = Problem(problem.graph, replace(devices, memory_bytes=math.inf))
+    enough = min(_held_bytes(roomy, order) for order in (_whole(roomy, bound), _one_by_one(roomy)))
+    gib = math.ceil(100 * enough / 2**30) / 100
+    do = f"{gib:.2f} GiB for each device would do. Or plan for more devices, or for smaller batches"
+    return FitsNoDevicesError(largest.name, why, do)
+
+
+def _held_bytes(problem: Problem, order: Sequence[Piece]) -> float:
+    """Of the fullest device, where no choice is taken back."""
+    placer = Placer(problem, order)
+    placer.place()
+    return float(placer.used.max())

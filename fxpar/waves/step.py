@@ -9,6 +9,7 @@ import numpy as np
 
 from fxpar.waves.order import Problem
 from fxpar.waves.place import Placed, overlap
+from fxpar.waves.reduce import Reduction, reductions
 
 FORWARD = 1 / 3  # of a layer's time; its backward takes twice as long
 
@@ -28,17 +29,23 @@ class Run:
 
 @dataclass(frozen=True)
 class Step:
-    """All runs of a step in the order in which they start, the most that devices hold at a time, and the time that each
-    spends receiving.
+    """All runs of a step in the order in which they start, the most that devices hold at a time, the time that each
+    spends receiving, and what is added up of gradients.
     """
 
     runs: tuple[Run, ...]
     peak_bytes: tuple[float, ...]
     received_ms: tuple[float, ...]
+    reductions: tuple[Reduction, ...] = ()
 
     @property
     def ms(self) -> float:
-        return max(run.end_ms for run in self.runs)
+        return max(one.end_ms for one in (*self.runs, *self.reductions))
+
+    @property
+    def exposed_ms(self) -> float:
+        """Of the reductions, what the step takes beyond its last run."""
+        return self.ms - max(run.end_ms for run in self.runs)
 
 
 @dataclass(frozen=True)
@@ -155,12 +162,14 @@ def _step(problem: Problem, placed: Sequence[Placed], jobs: Sequence[_Job], orde
         backward = at >= len(placed)
         runs.append(Run(2 * len(placed) - 1 - at if backward else at, backward, start, begin, ends[at]))
     runs.sort(key=lambda run: (run.start_ms, run.backward, run.piece))
-    return Step(tuple(runs), _peaks(problem, placed, runs), tuple(map(float, received)))
+    backwards = {run.piece: (run.begin_ms, run.end_ms) for run in runs if run.backward}
+    peaks, sums = _peaks(problem, placed, runs), reductions(problem, placed, backwards)
+    return Step(tuple(runs), peaks, tuple(map(float, received)), sums)
 
 
 def _peaks(problem: Problem, placed: Sequence[Placed], runs: Sequence[Run]) -> tuple[float, ...]:
-    """Bytes of each device at its fullest: weights and their states all the time, what a forward saves from its start
-    to the end of its backward.
+    """Bytes of each device at its fullest: what it holds in any plan, weights and their states all the time, what a
+    forward saves from its start to the end of its backward.
     """
     count = problem.devices.count
     states = np.zeros(count)
@@ -181,4 +190,4 @@ def _peaks(problem: Problem, placed: Sequence[Placed], runs: Sequence[Run]) -> t
     for _, sign, saved, devices in sorted(changes, key=lambda change: change[:2]):
         now[devices] += sign * saved
         peak = np.maximum(peak, now)
-    return tuple(map(float, states + peak))
+    return tuple(map(float, problem.devices.held_bytes + states + peak))

@@ -11,6 +11,8 @@ from graphlib import CycleError, TopologicalSorter
 
 from fxpar.errors import FitsNoDevicesError, TaskGraphError, nearest
 
+_GRADIENTS = 1 / 8  # of the states of Adam in mixed precision: 2 of 16 bytes
+
 
 @dataclass(frozen=True)
 class MetaOp:
@@ -20,6 +22,8 @@ class MetaOp:
     that are allowed. `output_bytes` is what a layer hands to the next one, over all devices; `state_bytes` its weights,
     gradients and optimizer states on each device that runs it; `saved_bytes` what its forward keeps for its backward,
     over all devices. MetaOps of equal `weights` have the same parameters, layer by layer; "" has its own.
+    `gradient_bytes` are those that devices with the same layer add up (None: 2 of the 16 bytes that Adam in mixed
+    precision holds).
 
     Raises TaskGraphError for a value that cannot be.
     """
@@ -31,26 +35,35 @@ class MetaOp:
     state_bytes: float = 0.0
     saved_bytes: float = 0.0
     weights: str = ""
+    gradient_bytes: float | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
             raise TaskGraphError("a MetaOp", "name = '' says nothing", "Give each a name")
         if not _whole(self.layers):
-            raise TaskGraphError(self._key("layers"), f"{self.layers!r} is no number of layers", "Write 1 or more")
+            raise TaskGraphError(self._key("layers"), f"{self.layers!r} is not a number of layers", "Write 1 or more")
         if not self.layer_ms:
             raise TaskGraphError(self._key("layer_ms"), "it is empty", "Give a time for one number of devices at least")
         for devices, ms in self.layer_ms.items():
             if not _whole(devices):
-                raise TaskGraphError(self._key("layer_ms"), f"{devices!r} is no number of devices", "Write 1 or more")
+                why = f"{devices!r} is not a number of devices"
+                raise TaskGraphError(self._key("layer_ms"), why, "Write 1 or more")
             if not (_is_number(ms) and 0 < ms < math.inf):
-                raise TaskGraphError(self._key(f"layer_ms.{devices}"), f"{ms!r} is no time in ms", "Write a time > 0")
-        for key in ("output_bytes", "state_bytes", "saved_bytes"):
+                raise TaskGraphError(self._key(f"layer_ms.{devices}"), f"{ms!r} is not a time in ms", "Write one > 0")
+        for key in ("output_bytes", "state_bytes", "saved_bytes", "gradient_bytes"):
             value = getattr(self, key)
+            if key == "gradient_bytes" and value is None:
+                continue
             if not (_is_number(value) and 0 <= value < math.inf):
-                raise TaskGraphError(self._key(key), f"{value!r} is no number of bytes", "Write 0 or more")
+                raise TaskGraphError(self._key(key), f"{value!r} is not a number of bytes", "Write 0 or more")
 
     def _key(self, key: str) -> str:
         return f"MetaOp {self.name!r}, {key}"
+
+    @property
+    def reduced_bytes(self) -> float:
+        """Of a layer, what devices that hold it add up."""
+        return _GRADIENTS * self.state_bytes if self.gradient_bytes is None else self.gradient_bytes
 
     @property
     def parameters(self) -> str:
@@ -65,7 +78,8 @@ class MetaOp:
 @dataclass(frozen=True)
 class Devices:
     """`count` devices, `per_node` to a node, that send so many GB/s each within a node and to others; each holds
-    `memory_bytes`. Raises TaskGraphError for a value that cannot be.
+    `memory_bytes`, of which `held_bytes` are taken whatever the plan is. Raises TaskGraphError for a value that cannot
+    be.
     """
 
     count: int
@@ -73,15 +87,18 @@ class Devices:
     within_gb_per_s: float = 200.0
     between_gb_per_s: float = 6.25
     memory_bytes: float = math.inf
+    held_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for key in ("count", "per_node"):
             if not _whole(getattr(self, key)):
-                raise TaskGraphError(f"devices, {key}", f"{getattr(self, key)!r} is no number", "Write 1 or more")
+                raise TaskGraphError(f"devices, {key}", f"{getattr(self, key)!r} is not a number", "Write 1 or more")
         for key in ("within_gb_per_s", "between_gb_per_s", "memory_bytes"):
             value = getattr(self, key)
             if not (_is_number(value) and value > 0):
                 raise TaskGraphError(f"devices, {key}", f"{value!r} cannot be", "Write a number above 0")
+        if not (_is_number(self.held_bytes) and 0 <= self.held_bytes < math.inf):
+            raise TaskGraphError("devices, held_bytes", f"{self.held_bytes!r} cannot be", "Write 0 or more")
 
     @property
     def nodes(self) -> int:
@@ -125,8 +142,9 @@ class TaskGraph:
         owners: dict[str, MetaOp] = {}
         for one in self.metaops:
             first = owners.setdefault(one.parameters, one)
-            if (first.layers, first.state_bytes) != (one.layers, one.state_bytes):
-                why = f"{first.name!r} has the same weights, and other layers or state_bytes"
+            alike = [(each.layers, each.state_bytes, each.reduced_bytes) for each in (first, one)]
+            if alike[0] != alike[1]:
+                why = f"{first.name!r} has the same weights, and other layers, state_bytes or gradient_bytes"
                 raise TaskGraphError(f"MetaOp {one.name!r}, weights", why, "Make them equal, or name other weights")
 
     @cached_property
@@ -164,9 +182,10 @@ class TaskGraph:
             if not allowed:
                 why = f"it runs on {_listed(one.layer_ms)} devices, and there are {devices.count}"
                 raise FitsNoDevicesError(one.name, why, "Plan for more devices, or give it a time on fewer")
-            least = min(one.bytes_on(1, width) for width in allowed)
-            if least > devices.memory_bytes:
+            least, held = min(one.bytes_on(1, width) for width in allowed), devices.held_bytes
+            if least + held > devices.memory_bytes:
                 why = f"one layer takes {least / 2**30:.2f} GiB of a device that has {devices.memory_bytes / 2**30:.2f}"
+                why += f", of which {held / 2**30:.2f} are taken" if held else ""
                 raise FitsNoDevicesError(one.name, why, "Give each device more memory, or it a time on more devices")
 
 

@@ -234,9 +234,7 @@ def test_what_a_step_reads_is_there_in_its_form(change, error, said):
 def test_positions_that_jump_must_say_which_documents_there_are():
     reads = {**{"tokens": READ["tokens"]}, "position_ids": TensorMeta((1, 9), torch.int64)}
     jumping = {"input_ids": IDS, "positions": torch.tensor([0, 1, 7])}
-    with pytest.raises(
-        SequenceError, match=r"sequence 1 .*go from 1 to 7 at token 2: .*Say which there are by 'document"
-    ):
+    with pytest.raises(SequenceError, match=r"sequence 1 .*go from 1 to 7 at token 2: .*Mark them by 'document"):
         check_keys([IDS, jumping], reads)
     check_keys([{**jumping, "document_ids": torch.tensor([1, 1, 1])}], reads)
     check_keys([{**jumping, "positions": torch.tensor([0, 1, 0])}], reads)

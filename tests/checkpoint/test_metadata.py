@@ -143,7 +143,7 @@ SHARED = b"K\x01\x85\x94" + b"".join(b"h%c\x86\x94" % i for i in range(60))
         (b"\x80\x04" + b"(" * 101, "more than 100 levels"),
         (b"\x80\x04h\x00.", "list index out of range"),
         (b"\x80\x04K\x01\x86.", "more parts than there are values"),
-        (b"\x80\x04\x8c\x05torch\x8c\x04Size\x93)\x81.", "made of what is no class"),
+        (b"\x80\x04\x8c\x05torch\x8c\x04Size\x93)\x81.", "made of what is not a class"),
         (b"\x80\x04\x8c\x09x\x93.", "cut off"),
     ],
 )

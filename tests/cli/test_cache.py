@@ -220,7 +220,14 @@ def test_a_prediction_of_memory_is_kept(captures, monkeypatch, strategy):
     assert "predicted again" in fxpar(*words, "--tokens", "32")[2]
 
 
-@pytest.mark.parametrize("words", [("explain", "mlp", "-s", "tp2"), ("viz", "mlp", "-s", "tp2,dp2", "-o", "-")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("explain", "mlp", "-s", "tp2"),
+        ("viz", "mlp", "-s", "tp2,dp2", "-o", "-"),
+        ("diff", "mlp", "-s", "tp2", "-s", "dp2"),
+    ],
+)
 def test_an_answer_is_kept(captures, monkeypatch, words):
     """The second time no graph is read, and another question is answered anew."""
     first = fxpar(*words)

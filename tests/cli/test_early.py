@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxpar.cli.complete import models, passes, strategies
+from fxpar.cli.complete import join_words, models, passes, strategies
 from fxpar.cli.early import check_early
 from fxpar.cli.names import EXAMPLE_NAMES
 from fxpar.cli.options import one_strategy, split_strategies
@@ -140,15 +140,33 @@ def test_what_the_shell_offers(tmp_path, monkeypatch):
     assert models("ll") == ["llama", "llm.py"]
     assert models("hf:q") == ["hf:qwen3"]
     assert models("n[") == []
+    assert models(f"{tmp_path}/l") == [f"{tmp_path}/llm.py"]
     assert strategies("dp2.t") == ["dp2.tp2"]
     assert strategies("dp2,tp2+s") == ["dp2,tp2+sp"]
     assert passes("cas") == ["casts"]
 
 
 def test_the_shell_is_told_by_the_program():
-    """Bash's words, as its script hands them over."""
-    env = {"_FXPAR_COMPLETE": "complete_bash", "COMP_WORDS": "fxpar dump llama --strategy cp", "COMP_CWORD": "4"}
-    assert run(**env).stdout.split() == ["cp2"]
+    """Bash's words, as its script hands them over: it cuts them at colons, and replaces what is behind the last one."""
+    for words, offered in (("fxpar dump llama --strategy cp", ["cp2"]), ("fxpar dump hf : q", ["qwen3"])):
+        bash = {"COMP_WORDS": words.replace(" ", "\n"), "COMP_CWORD": "4"}
+        assert run(**bash, _FXPAR_COMPLETE="complete_bash").stdout.split() == offered
+
+
+@pytest.mark.parametrize(
+    ("cut", "at", "whole", "kept"),
+    [
+        ("fxpar dump hf :", 3, "fxpar dump hf:", "hf:"),
+        ("fxpar dump m.py : make -s tp", 6, "fxpar dump m.py:make -s tp", ""),
+        ("fxpar simulate llama -s dp4 : 5", 6, "fxpar simulate llama -s dp4:5", "dp4:"),
+        ("fxpar dump hf:q", 2, "fxpar dump hf:q", ""),  # where COMP_WORDBREAKS has no colon
+        ("fxpar dump llama ", 3, "fxpar dump llama ", ""),
+    ],
+)
+def test_words_that_bash_cuts(cut, at, whole, kept):
+    bash = {"COMP_WORDS": cut.replace(" ", "\n"), "COMP_CWORD": str(at)}
+    assert join_words(bash) == kept
+    assert bash == {"COMP_WORDS": whole.replace(" ", "\n"), "COMP_CWORD": str(whole.count(" "))}
 
 
 def test_ranks_that_a_machine_cannot_mean(tmp_path):

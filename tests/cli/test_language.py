@@ -15,6 +15,8 @@ from fxpar.cli.app import COMMANDS, app
 from tests.cli.helpers import fxpar as fxpar_command
 
 ERRORS = Path(fxpar.__file__).parent / "errors"
+ROOMS = [ERRORS.parent, *(ERRORS.parents[1] / name for name in ("passes", "recipes"))]
+SAYS = ("warn", "append", "BadParameter")
 TRANSLATED = re.compile(
     r"\bsay (why|which)\b|\blies? (as|so|otherwise)\b|as it does|(?<!there )\bis no [a-z]|\banew\b|what else would"
     r"|belongs into|\bplays\b|of which the|as a further|if another\b",
@@ -22,9 +24,8 @@ TRANSLATED = re.compile(
 )
 
 
-def strings(path: Path) -> Iterator[str]:
-    """The texts of messages in a file: every string that is not a docstring, parts of f-strings joined."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+def strings(tree: ast.AST) -> Iterator[str]:
+    """The texts of messages in code: every string that is not a docstring, parts of f-strings joined."""
     docs = {
         id(node.body[0].value)
         for node in ast.walk(tree)
@@ -41,7 +42,25 @@ def strings(path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", sorted(ERRORS.glob("*.py")), ids=lambda path: path.stem)
 def test_messages(path):
-    assert [text for text in strings(path) if TRANSLATED.search(text)] == []
+    assert [text for text in strings(ast.parse(path.read_text())) if TRANSLATED.search(text)] == []
+
+
+def test_messages_that_are_written_where_they_are_raised():
+    """Also warnings, and lists of what is wrong."""
+    found = {}
+    for path in (path for room in ROOMS for path in sorted(room.rglob("*.py"))):
+        if TRANSLATED.search(path.read_text()):  # else it need not be parsed
+            tree = ast.parse(path.read_text())
+            said = [node for node in ast.walk(tree) if isinstance(node, ast.Raise) or _called(node) in SAYS]
+            bad = {text for node in said for text in strings(node) if TRANSLATED.search(text)}
+            found |= {str(path): bad} if bad else {}
+    assert found == {}
+
+
+def _called(node: ast.AST) -> str:
+    """The name of the function in a call."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return str(getattr(function, "attr", getattr(function, "id", "")))
 
 
 def test_help():

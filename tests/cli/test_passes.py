@@ -10,11 +10,13 @@ from typing import ClassVar
 
 import pytest
 
+from fxpar.cli.passes import description_of, first_line
 from fxpar.cli.run_pass import check_needs
 from fxpar.errors import PassNeedsError
 from fxpar.ir import pass_registry
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.pass_base import Tier
+from fxpar.ir.pass_names import BUILTIN
 from fxpar.lowering import default_passes, lower
 from tests.cli.helpers import fxpar
 from tests.graph_diff.graphs import logical
@@ -28,6 +30,7 @@ def test_list_is_in_the_order_of_the_ladder():
     assert steps == [step.name for step in default_passes()]
     assert {row[1] if row[0].isdigit() else row[0] for row in words} == set(pass_registry.available())
     assert all(len(row) > 4 for row in words)  # each has a description
+    assert [first_line(name) for name in BUILTIN] == [description_of(name).splitlines()[0] for name in BUILTIN]
 
 
 def test_description():
@@ -131,7 +134,7 @@ def test_every_pass_of_the_lowering_runs_on_the_graph_before_it():
         ("global_to_local", "write_in_place", "global_to_local has run. Dump the model with --after cleanup"),
         ("global_to_local", "insert_reshards", "needs a graph without reshards; in this graph there are some"),
         ("lower_collectives", "cleanup", "needs local shapes; in this graph these are global. Run global_to_local"),
-        ("sink_waits", "annotate", "needs operands that lie as their users want them"),
+        ("sink_waits", "annotate", "needs operands that are placed as their users need them"),
         ("accumulate_gradients", "write_in_place", "needs the body of a step alone"),
         ("annotate", "cleanup", "needs a graph without placements; in this graph it has them. Give the model"),
         ("casts", "logical", "it holds the logical graph, and passes change an annotated one"),
@@ -193,3 +196,35 @@ class Fails:
 
     def __call__(self, graph: AnnotatedGraph) -> None:
         raise KeyError("spot")
+
+
+def test_storage_behind_several_strategies():
+    words = ("dump", "mlp", "-s", "dp2,tp2", "--after", "share_weights", "--rank", "1")
+    found = json.loads(fxpar(*words, "--json", "-")[1])
+    whole, cut = found["views"]["dp2"], found["views"]["tp2"]
+    assert whole.keys() == cut.keys()
+    halves = [fqn for fqn in cut if cut[fqn]["shape"] != whole[fqn]["shape"]]
+    assert halves
+    for fqn in halves:  # inside of the whole weight, which rank 1 has the second half of
+        assert cut[fqn]["stride"] == whole[fqn]["stride"]
+        assert cut[fqn]["offset"] > whole[fqn]["offset"]
+    assert found["nbytes"] == 4 * sum(one["numel"] for one in found["buffers"])
+    status, out, _ = fxpar(*words, "--fqn", halves[0])
+    assert (status, out.count(halves[0])) == (0, 2)
+    assert "if each strategy had weights of its own" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("-s", "dp2,tp2", "--rank", "2"), "no rank 2: 'dp2' has ranks 0 to 1"),
+        (("-s", "dp2,tp4"), "'dp2' has 2, 'tp4' has 4"),
+        (("-s", "dp2", "--fqn", "nowhere"), "nowhere"),
+        (("-s", "dp2", "--format", "dot"), "share_weights is no graph. Write text"),
+        (("-s", "dp2", "--stage", "1"), "share_weights has no stages. Leave out --stage"),
+    ],
+)
+def test_storage_that_nobody_has(words, message):
+    status, out, err = fxpar("dump", "mlp", "--after", "share_weights", *words)
+    assert (status, out) == (1, "")
+    assert message in err

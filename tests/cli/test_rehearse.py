@@ -41,7 +41,7 @@ def test_labels_that_no_loss_has_looked_at():
     with logical.gm.graph.inserting_before(node):
         other = logical.gm.graph.call_function(aten.neg.default, (node.args[2],))
     node.args = (*node.args[:2], other, *node.args[3:])
-    with pytest.raises(GraphFileError, match=f"%{node.name} of its graph is no gradient of a loss before it"):
+    with pytest.raises(GraphFileError, match=f"%{node.name} of its graph is not the gradient of a loss before it"):
         look_at_labels("g.fxpar", logical)
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.cli.helpers import fxpar
+from tests.cli.helpers import fxpar, shown
 
 KEYS = {
     "planner",
@@ -163,3 +163,15 @@ def test_bad_cluster_and_order(cluster, tmp_path):
     assert "two of the strategies are the same" in err
     status, _, err = fxpar("order", "mlp", "--strategies", "tp8,dp8", "--first", "tp4", "--cluster", cluster)
     assert "'tp4' is none of the strategies" in err
+
+
+@pytest.mark.parametrize("words", [("switch", "--from", "dp2", "--to", "tp2"), ("order", "-s", "dp2,tp2")])
+def test_lines_fit_the_terminal_and_words_stay_whole(words):
+    command, *others = words
+    status, piped, err = fxpar(command, "mlp", *others)
+    assert status == 0, err
+    for width in (60, 200):
+        lines = shown(width, command, "mlp", *others).splitlines()
+        assert max(map(len, lines)) <= width
+        assert {word for line in lines for word in line.split() if not word[0].isdigit()} <= set(piped.split())
+    assert len(lines) == len(piped.splitlines())  # as wide as it may be

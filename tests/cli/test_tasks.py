@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,7 +15,15 @@ import typer
 from fxpar.cli.tasks import ranges, run_tasks
 from fxpar.cli.tasks_commands import TasksRequest
 from fxpar.cli.tasks_run import RunTasks, read_run_tasks, to_toml
-from fxpar.errors import ConfigError, DynamicDimError, FitsNoDevicesError, OutputError, TaskGraphError, TasksFileError
+from fxpar.errors import (
+    ConfigError,
+    DynamicDimError,
+    FitsNoDevicesError,
+    OutputError,
+    RunMemoryError,
+    TaskGraphError,
+    TasksFileError,
+)
 from fxpar.train.config import read_config
 from fxpar.waves.runs import Option, RunPlan, TaskRun
 from tests.cli.helpers import fxpar
@@ -45,7 +54,7 @@ def test_what_is_printed(file, capsys):
     assert "wave  MetaOp  layers  devices" in out
     assert "A image, B text, C lm" in out
     assert "no plan takes less than" in out
-    assert "one after the other 19 ms" in out  # 6 * 1.3 + 4 * 1 + 8 * 0.9
+    assert "one after the other 19.1 ms" in out  # 6 * 1.3 + 4 * 1 + 8 * 0.9, and gradients behind the last backward
 
 
 def test_the_plan_as_json(file, tmp_path, capsys):
@@ -58,6 +67,8 @@ def test_the_plan_as_json(file, tmp_path, capsys):
         mine = [one["layers"] for one in data["pieces"] if one["metaop"] == name]
         assert [layer for first, last in mine for layer in range(first, last + 1)] == list(range(layers))
     assert len(data["peak_bytes"]) == 4
+    assert {one["weights"] for one in data["reductions"]} <= {"image"}
+    assert data["memory_bytes"] is None
     capsys.readouterr()
     run_tasks(TasksRequest("plan", 4, file, json="-"))
     assert json.loads(capsys.readouterr().out)["pieces"] == data["pieces"]
@@ -69,8 +80,8 @@ def test_the_plan_as_json(file, tmp_path, capsys):
         (("plan", 4, "no.json"), TaskGraphError, r"no\.json': it cannot be read: No such file or directory"),
         (("plan", 4, "no.toml"), TasksFileError, r"no\.toml': it cannot be read: No such file or directory"),
         (("plan", 4, "", "clip-11"), TaskGraphError, "there is no such case"),
-        (("plan", 4, "", "clip-4", 8, "no/such/folder.json"), OutputError, "folder"),
-        (("plan", 4, "", "clip-4", 8, None, "run.toml"), TasksFileError, "'clip-4': it says nothing of data"),
+        (("plan", 4, "", "clip-4", 8, None, "no/such/folder.json"), OutputError, "folder"),
+        (("plan", 4, "", "clip-4", 8, None, None, "run.toml"), TasksFileError, "'clip-4': it says nothing of data"),
     ],
 )
 def test_mistakes(words, error, message):
@@ -83,6 +94,15 @@ def test_a_tower_that_fits_nowhere(file):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"memory_gib": 0.05}))
     with pytest.raises(FitsNoDevicesError, match=r"'image' fits on no devices: one layer takes 0.09 GiB"):
         run_tasks(TasksRequest("plan", 4, file))
+    with pytest.raises(FitsNoDevicesError, match=r"one layer takes 0.09 GiB of a device that has 0.03"):
+        run_tasks(TasksRequest("plan", 4, file, memory="30MB"))  # wins over the file
+
+
+def test_memory_by_device(file, capsys):
+    run_tasks(TasksRequest("plan", 4, file, memory="2GB"))
+    out = capsys.readouterr().out
+    assert re.search(r"gradients add [\d.]+ .?s at its end; planned in", out)
+    assert re.search(r"devices hold at most \d+ MB of 2.0 GB: 0-3 \d+ MB|devices hold at most \d+ MB of 2.0 GB", out)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +112,9 @@ def test_a_tower_that_fits_nowhere(file):
         (("plan", 4), "name a file or a --case"),
         (("plan", 4, "x.json", "clip-4"), "one of the two"),
         (("plan", None, "x.json"), "say how many devices there are"),
-        (("plan", 4, "pic.py"), "'pic.py' names a model, .* TOML file with model = 'pic.py:function' and"),
-        (("plan", 4, "llama"), "'llama' names a model, .* with model = 'llama'"),
+        (("plan", 4, "pic.py"), r"'pic.py' names a model, .* TOML file with \[model\] name = 'pic.py:function' and"),
+        (("plan", 4, "llama"), r"'llama' names a model, .* with \[model\] name = 'llama' and \[task.NAME\]"),
+        (("plan", 4, "x.json", None, 8, "lots"), "'lots' is not a size such as 80GB or 500MB"),
     ],
 )
 def test_words_that_cannot_be_read(words, message):
@@ -197,8 +218,12 @@ def of_run(of_model):
 def test_a_run_is_written_as_planned(of_run, capsys):
     """With strategies for as long sequences as it named, or else for the example; all else is as it was."""
     run_tasks(TasksRequest("plan", 2, of_run, json="plan.json", output="planned.toml"))
-    assert "a run can follow this: step" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "a run can follow this: step" in out
+    assert "strategy   ms  moving ms" in out
+    assert re.search(r"ranks hold at most [\d.]+ kB", out)
     found, before = read_config("planned.toml"), tomllib.loads(RUN)
+    assert found.engine.memory_budget_bytes is None
     placed = {one["task"]: one for one in json.loads(Path("plan.json").read_text())["run"]["tasks"]}
     assert list(found.tasks) == list(placed)
     assert (found.run.ranks, found.run.steps, found.world) == (2, 3, 2)
@@ -209,6 +234,18 @@ def test_a_run_is_written_as_planned(of_run, capsys):
         assert (one.loss, one.items) == ("loss", before["task"][name]["items"])
     assert (found.tasks["first"].weight, found.tasks["first"].dims) == (0.5, {"x": {0: "B"}})
     assert read_run_tasks("planned.toml", None, 8).cluster.world == 2  # what a plan wrote can be planned again
+
+
+def test_a_limit_of_memory_goes_into_the_run(of_run):
+    """Without the states of the optimizer, of which the engine knows nothing; a run that is planned again keeps it."""
+    run_tasks(TasksRequest("plan", 2, of_run, memory="900MB", json="plan.json", output="planned.toml"))
+    budget = read_config("planned.toml").engine.memory_budget_bytes
+    assert 0 < 900e6 - budget < 1e4
+    assert json.loads(Path("plan.json").read_text())["memory_bytes"] == 900e6
+    assert read_run_tasks("planned.toml", None, 8).budget_bytes == budget
+    Path("planned.toml").write_text(Path("planned.toml").read_text().replace(str(budget), "1000"))
+    with pytest.raises(RunMemoryError, match="no strategies of the tasks fit on 2 devices of"):
+        run_tasks(TasksRequest("plan", None, "planned.toml"))
 
 
 def test_runs_that_cannot_be_planned(of_run, of_model):
@@ -233,7 +270,7 @@ def test_tables_are_written_as_they_were():
     ("old", "new", "message"),
     [
         ("[task.both]", "[tasks.both]", "this run has one loss. Plan it with fxpar plan, or add .task.NAME"),
-        ("[task.both]", "[task.both", "it is not valid TOML"),
+        ("[task.both]", "[task.both", "it is not TOML"),
         ("ranks = 1", "", "run.ranks: it is missing"),
         ("items =", "itmes =", "task.both.itmes is not a known key; did you mean 'items'"),
         ('loss = "loss"', "", r"task.both.loss is missing \(a text\)"),
@@ -244,7 +281,7 @@ def test_tables_are_written_as_they_were():
         ("f32[4, 8]", f"f32[{'9' * 5000}]", "must be dtype and shape"),
         ("f32[4, 8]", "f32[0, 8]", "must have sizes of 1 or more"),
         ("f32[4, 8]", f"f32[{2**40}, 8]", r"must have at most 2\*\*40 elements"),
-        ("[task.both]", '[task."a:b/c"]', "is no name of a task"),
+        ("[task.both]", '[task."a:b/c"]', "is not a name for a task"),
         ("items = 2", "items = 0", "task.both.items = 0 must be 1 or more"),
         ('{0 = "B"}', "{0 = 1}", "task.both.dynamic.x = .* must name dims by number"),
     ],

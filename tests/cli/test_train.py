@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fxpar.api import parallelize
 from fxpar.runtime.forked import reserved_port
 from tests.cli.helpers import fxpar
 from tests.cli.training import BIGRAMS, BIGRAMS_PY, CONFIG, finish, start, write_corpus
@@ -151,12 +152,22 @@ def test_comparison(trained):
 
 
 @pytest.mark.slow
-def test_resumed_equals_uninterrupted(prepared, one_rank):
+def test_resumed_equals_uninterrupted(prepared, one_rank, monkeypatch):
     """The data, the schedule and the optimizer go on where they were, in the very same numbers."""
-    assert one_rank(*BIGRAMS)[0] == 0
+    asked: list[int] = []
+
+    def noted(module, **options):
+        asked.append(options["length_multiple"])
+        return parallelize(module, **options)
+
+    monkeypatch.setattr("fxpar.train.session.parallelize", noted)
+    even = (*BIGRAMS, "engine.length_multiple=4")
+    assert one_rank(*even)[0] == 0
     whole = metrics(prepared / "out")
+    assert asked == [4]
+    assert not any(line["tokens"] % 4 for line in whole)
     shutil.rmtree(prepared / "out/checkpoints/step-00000006")
-    status, out, err = one_rank(*BIGRAMS, "--resume")
+    status, out, err = one_rank(*even, "--resume")
     assert status == 0, out + err
     assert "resumed from out/checkpoints/step-00000003, after step 3" in out
     resumed, keys = metrics(prepared / "out"), ("step", "loss", "grad_norm", "lr", "tokens")

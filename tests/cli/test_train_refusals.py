@@ -136,6 +136,8 @@ def test_a_resumed_run_over_other_sequences(config, monkeypatch):
     assert "Go on with --set data.max_length=64" in err
     _, _, err = fxpar("train", *STDLIB, "--resume", "--set", "data.max_length=64", "--set", "run.seed=3")
     assert "run.seed = 0, and this configuration has 3" in err
+    _, _, err = fxpar("train", *STDLIB, "--resume", "--set", "data.max_length=64", "--set", "engine.length_multiple=2")
+    assert "engine.length_multiple = 1, and this configuration has 2" in err  # which that version did not know
     _, _, err = fxpar("train", *STDLIB, "--resume", "--steps", "3")
     assert "it has done 3 steps, and run.steps is 3: nothing is left. Raise run.steps" in err
 

@@ -67,6 +67,31 @@ def test_report_adds_up(lengths, max_length, overlong):
         assert report.truncated_tokens == sum(max(n - max_length, 0) for n in lengths)
 
 
+@given(
+    lengths=many_lengths,
+    max_length=st.integers(2, 25),
+    overlong=st.sampled_from(["split", "truncate"]),
+    each=st.integers(1, 5),
+)
+def test_lengths_that_are_multiples(lengths, max_length, overlong, each):
+    """At most as many tokens are lost as the last sequence of a document has too many."""
+    tokens = in_memory(numbered(lengths))
+    try:
+        made = cut(tokens, max_length, overlong, each)
+    except (LoaderOptionError, NoSequencesError):
+        assert min(max_length, max(lengths)) < max(each, 2)
+        return
+    report = made.report
+    assert not (made.lengths % each).any()
+    assert all(2 <= length <= max_length for length in made.lengths)
+    assert report.tokens == made.lengths.sum()
+    assert report.tokens + report.truncated_tokens + report.short_tokens + report.uneven_tokens == sum(lengths)
+    if overlong == "split" and each > 1:
+        assert report.tokens == sum(n - n % each for n in lengths)
+    else:
+        assert report.uneven_tokens <= (each - 1) * report.sequences
+
+
 def test_reports_in_words():
     tokens = in_memory(numbered([9, 1, 3]))
     assert str(cut(tokens, 4, "split").report).splitlines() == [
@@ -75,6 +100,14 @@ def test_reports_in_words():
         "1 sequences of less than two tokens left out, 1 tokens",
     ]
     assert "1 overlong documents truncated, 5 tokens left out" in str(cut(tokens, 4, "truncate").report)
+    assert str(cut(tokens, 5, "split", 3).report).splitlines() == [
+        "3 documents give 4 sequences, 12 tokens",
+        "1 overlong documents split into 3 sequences",
+        "1 sequences of less than 3 tokens left out, 1 tokens",
+    ]
+    assert str(cut(tokens, 5, "truncate", 2).report).splitlines()[-1] == (
+        "2 tokens at the ends of sequences left out: lengths are multiples of 2"
+    )
 
 
 def test_overlong_documents_can_be_an_error():
@@ -330,6 +363,6 @@ def test_histogram_in_words():
     lines = str(made).splitlines()
     assert list(made.distribution()) == lines[1:]  # for who has said how many there are
     assert lines[0] == "4 sequences, 611 tokens"
-    assert lines[1] == "mean 153, 50% <= 4, 90% <= 600, 99% <= 600, longest 600"
+    assert lines[1] == "tokens per sequence: mean 153, 50% <= 4, 90% <= 600, 99% <= 600, longest 600"
     assert lines[2].split() == ["3", "..", "4", "75.0%", "of", "sequences", "1.8%", "of", "tokens", "#" * 30]
     assert LengthHistogram.of([]).bins == ()

@@ -25,8 +25,9 @@ def _train(rank: int) -> dict:
     model = load("extras:small", dtype="float64", noise=False, seed=3).model
     settings = {"strategies": STRATEGIES, "loss": causal_lm, "monitor": False, "planner": "nearest"}
     without = fxpar.compile_strategies(model, STRATEGIES, causal_lm)
+    passes = module("passes")
     compiled = fxpar.compile_strategies(
-        model, STRATEGIES, causal_lm, passes=lambda ladder: [*ladder, module("passes").SquareByMul()]
+        model, STRATEGIES, causal_lm, passes=lambda ladder: [*ladder[:-1], passes.SquareByMul(), passes.Apart()]
     )
     powers = [squares(program) for program in (*without.programs.values(), *compiled.programs.values())]
     alone = {name: fxpar.lower(compiled.logical, name, for_store=True) for name in compiled.programs}
@@ -39,6 +40,8 @@ def _train(rank: int) -> dict:
     grads = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
     schedule = model.fxpar_session.engine.switching.schedule
     taken = {plan.chosen for plan in schedule._plans.values()}
+    storage = model.fxpar_session.store.storage
+    apart = storage.nbytes, sum(storage.strategy_bytes(name) for name in storage.views)
     orders = []
     costs = module("costs")
     for cost in (None, costs.measured, lambda program, cluster: _other(costs.measured(program, cluster), rank)):
@@ -50,7 +53,8 @@ def _train(rank: int) -> dict:
         fxpar.parallelize(again, compiled=compiled, cost=lambda program, cluster: 1.0, **settings)
     except CostContractError as error:
         said = str(error)
-    return {"loss": report.loss, "grads": grads, "taken": taken, "orders": orders, "said": said, "powers": powers}
+    found = {"loss": report.loss, "grads": grads, "taken": taken, "orders": orders, "said": said}
+    return {**found, "powers": powers, "apart": apart}
 
 
 def _other(cost: GroupCost, rank: int) -> GroupCost:
@@ -70,6 +74,7 @@ def test_a_step_agrees_with_one_device(trained):
     assert largest_error(trained[0]["grads"], truth["grads"]) < 1e-10
     assert trained[0]["taken"] == {"nearest"}
     assert trained[0]["powers"] == [1, 1, 0, 0]
+    assert trained[0]["apart"][0] >= trained[0]["apart"][1]  # nothing is shared
 
 
 def test_the_cost_model_changes_the_plan(trained):

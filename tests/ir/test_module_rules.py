@@ -36,7 +36,9 @@ def ruled(draw) -> Strategy:
         chunks = draw(st.sampled_from([None, 1, 16]))
         shares = (draw(st.sampled_from([None, 0.0, 0.25, 1.0])) for _ in ("offload", "lsh"))
         capacity = draw(st.sampled_from([None, 0.0, 1.0, 1.25]))
-        rules.append(ModuleRule(glob, axes, draw(st.booleans()) and bool(axes), zero, remat, chunks, *shares, capacity))
+        more = draw(st.sampled_from([None, 1, 2]))
+        sp = draw(st.booleans()) and bool(axes)
+        rules.append(ModuleRule(glob, axes, sp, zero, remat, chunks, *shares, capacity, more))
     return Strategy((("dp", 2), *factored(draw, world)), draw(st.booleans()), rules=tuple(rules))
 
 
@@ -145,13 +147,13 @@ def test_two_rules_for_one_module():
             "those inside of a replica, tp, cp, ring, rows, ep; dp is of all modules",
         ),
         ("tp2[*.mlp: +sp]", "sp goes with axes"),
-        ("tp2[*.mlp: +zeor3]", " Flags are sp, zero0, zero1, zero2, zero3, remat, offload, lsh, capacity, chunks (at"),
+        ("tp2[*.mlp: +zeor3]", " sp, zero0, zero1, zero2, zero3, remat, offload, lsh, capacity, chunks, ep_chunks (at"),
         ("tp2[]", "there are no rules in the brackets"),
         ("tp2[*.mlp: +1f1b]", "a schedule, cuts, tokens(...) and role"),
         ("tp2[*.mlp: +cut(a)]", "a schedule, cuts, tokens(...) and role"),
         ("tp2[*.mlp: +remat(20MB)]", "a rule recomputes all of its modules"),
-        ("tp2[*.mlp: +lsh(2)]", "'2' is no share of what experts are given"),
-        ("tp2[*.mlp: +offload(2)]", "'2' is no share of what is saved"),
+        ("tp2[*.mlp: +lsh(2)]", "'2' is not a share of what experts are given"),
+        ("tp2[*.mlp: +offload(2)]", "'2' is not a share of what is saved"),
         ("tp2[*.mlp: +zero1+zero3]", "one ZeRO level at a time"),
         ("tp2[*.mlp: tp2; *.mlp: cp2]", "there are two rules for '*.mlp'"),
         ("tp2[*.mlp: cp2", "']' is missing at its end"),

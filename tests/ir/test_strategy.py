@@ -55,12 +55,13 @@ def strategies(draw) -> Strategy:
     globs = draw(st.dictionaries(st.text(string.ascii_lowercase + ".*", min_size=1), st.sampled_from(PLACEMENTS)))
     flags = draw(st.booleans()), draw(st.integers(0, 3)), tuple(globs.items()), draw(remats())
     assume(math.prod(dict(axes).values()) <= MOST_RANKS)
-    pipeline, chunks = draw(pipelines(dict(axes).get("pp", 1))), draw(st.integers(1, MOST_CHUNKS))
+    pipeline, counts = draw(pipelines(dict(axes).get("pp", 1))), st.integers(1, MOST_CHUNKS)
+    chunks = {"chunks": draw(counts), "ep_chunks": draw(counts)}
     tokens = draw(st.integers(0, MOST_TOKENS))
     share = st.one_of(st.just(0.0), st.just(1.0), st.integers(1, 10**6).map(lambda share: share / 10**6))
     capacity = st.one_of(st.just(0.0), st.integers(10**6, 10**9).map(lambda capacity: capacity / 10**6))
     shares = {"offload": draw(share), "lsh": draw(share), "capacity": draw(capacity)}
-    return Strategy(axes, *flags, pipeline, chunks=chunks, tokens=tokens, **shares)
+    return Strategy(axes, *flags, pipeline, tokens=tokens, **chunks, **shares)
 
 
 @given(strategies())
@@ -178,7 +179,7 @@ def test_what_stages_that_differ_have_together():
         "dp2.rows2.tp2+sp+gpipe > dp2.rows3+zero3 > dp2.cp4+remat+chunks(8)", overrides={"*": "R"}
     )
     assert (strategy.replicas, strategy.bins, strategy.token_parts) == (2, 6, 12)
-    assert (strategy.most_zero, strategy.most_chunks, strategy.degree("cp")) == (3, 8, 4)
+    assert (strategy.most_zero, strategy.most("chunks"), strategy.degree("cp")) == (3, 8, 4)
     assert strategy.pipeline == Pipeline("gpipe")
     assert strategy.of_stage(1) == replace(Strategy.parse("dp2.rows3+zero3", overrides={"*": "R"}), offset=8)
     assert str(strategy.placing()) == "dp2.rows2.tp2+sp+gpipe > dp2.rows3 > dp2.cp4"
@@ -280,16 +281,16 @@ SYNTAX = [
     ("tp2+remat(200MiB)", "'remat(200MiB)'", "'200MiB' is not a size"),
     ("tp2+remat(0MB)", "'remat(0MB)'", "a budget is at least 1 byte"),
     ("tp2+remat(a b)", "'remat(a b)'", "'a b' says nothing about recomputation"),
-    ("tp2+offload(0)", "'offload(0)'", "'0' is no share of what is saved; write one above 0 and up to 1"),
-    ("tp2+offload(0.0)", "'offload(0.0)'", "'0.0' is no share"),
-    ("tp2+offload(1.5)", "'offload(1.5)'", "'1.5' is no share"),
-    ("tp2+offload(-0.5)", "'offload(-0.5)'", "'-0.5' is no share"),
-    ("tp2+offload(nan)", "'offload(nan)'", "'nan' is no share"),
-    ("tp2+offload()", "'offload()'", "'' is no share"),
-    ("tp2+offload(\u0661)", "'offload(\u0661)'", "is no share"),  # a digit, but none of ASCII
+    ("tp2+offload(0)", "'offload(0)'", "'0' is not a share of what is saved; write one above 0 and up to 1"),
+    ("tp2+offload(0.0)", "'offload(0.0)'", "'0.0' is not a share"),
+    ("tp2+offload(1.5)", "'offload(1.5)'", "'1.5' is not a share"),
+    ("tp2+offload(-0.5)", "'offload(-0.5)'", "'-0.5' is not a share"),
+    ("tp2+offload(nan)", "'offload(nan)'", "'nan' is not a share"),
+    ("tp2+offload()", "'offload()'", "'' is not a share"),
+    ("tp2+offload(\u0661)", "'offload(\u0661)'", "is not a share"),  # a digit, but none of ASCII
     ("tp2+offload+offload", "'tp2+offload+offload'", "flag 'offload' is given twice"),
-    ("tp2+lsh(0)", "'lsh(0)'", "'0' is no share of what experts are given; write one above 0 and up to 1"),
-    ("tp2+lsh(1.1)", "'lsh(1.1)'", "'1.1' is no share"),
+    ("tp2+lsh(0)", "'lsh(0)'", "'0' is not a share of what experts are given; write one above 0 and up to 1"),
+    ("tp2+lsh(1.1)", "'lsh(1.1)'", "'1.1' is not a share"),
     ("tp2+lsh", "'lsh'", "there is no share of what experts are given; write one above 0 and up to 1, such as"),
     ("tp2+lsh(0.2)+lsh(0.2)", "'tp2+lsh(0.2)+lsh(0.2)'", "flag 'lsh' is given twice"),
     (
@@ -297,7 +298,7 @@ SYNTAX = [
         "'capacity'",
         "there is no capacity; write a number of 1 or more, such as capacity(1.25)",
     ),
-    ("ep2+capacity(0.99)", "'capacity(0.99)'", "'0.99' is no capacity"),
+    ("ep2+capacity(0.99)", "'capacity(0.99)'", "'0.99' is not a capacity"),
     ("ep2+capacity(2)+capacity(2)", "'ep2+capacity(2)+capacity(2)'", "flag 'capacity' is given twice"),
     ("tp2+ofload", "'ofload'", "did you mean 'offload'?"),
     ("tp2+chunks", "'chunks'", "write in how many chunks of tokens the loss runs, such as chunks(16)"),
@@ -306,6 +307,8 @@ SYNTAX = [
     ("tp2+chunks(-2)", "'chunks(-2)'", "write in how many chunks"),
     ("tp2+chunks(\u0662)", "'chunks(\u0662)'", "write in how many chunks"),  # a digit, but none of ASCII
     ("tp2+chunks(2)+chunks(2)", "'tp2+chunks(2)+chunks(2)'", "flag 'chunks' is given twice"),
+    ("ep2+ep_chunks", "'ep_chunks'", "write in how many chunks tokens travel to their experts, such as ep_chunks(2)"),
+    ("ep2+ep_chunks(0)", "'ep_chunks(0)'", "tokens travel to their experts in 1 to 64 chunks"),
     ("tp2+tokens", "'tokens'", "write how many tokens a micro-batch has at most, such as tokens(4096)"),
     ("tp2+tokens(0)", "'tokens(0)'", "a micro-batch has from 1 to 2,147,483,647 tokens"),
     ("tp2+tokens(2)+tokens(2)", "'tp2+tokens(2)+tokens(2)'", "flag 'tokens' is given twice"),

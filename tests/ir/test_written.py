@@ -41,7 +41,7 @@ def test_brackets_without_end(kind, text, depth):
 
 @pytest.mark.parametrize("kind", ["TOML", "JSON"])
 def test_what_is_not_well_formed_is_another_error(kind):
-    with pytest.raises(ValueError, match=f"^it is not valid {kind}: ") as error:
+    with pytest.raises(ValueError, match=f"^it is not {kind}: ") as error:
         read("[x", kind)
     assert not isinstance(error.value, OutOfBoundsError)
 

@@ -90,7 +90,7 @@ def test_a_graph_of_one_mesh_is_refused():
 @pytest.mark.parametrize(
     ("formation", "why"),
     [
-        ("dp2+zero3 | tp2+zero3", "'tp2+zero3' gathers or reduces otherwise than 'dp2+zero3'"),
+        ("dp2+zero3 | tp2+zero3", "'tp2+zero3' gathers or reduces in another way than 'dp2+zero3'"),
         ("dp1+zero3 | cp2+zero3 | dp1+zero3", "'cp2+zero3' begins at rank 1 of 4, which are no multiples of the 2 of"),
         ("cp2+zero3 | dp1+zero3", "'cp2+zero3' begins at rank 0 of 3"),
         ("cp2.tp2+sp+zero3 | cp2.tp2+zero3", "'cp2.tp2+zero3' gathers or reduces otherwise"),  # what sp sums over tp

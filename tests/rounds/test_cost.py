@@ -89,7 +89,7 @@ def test_a_file_of_constants(tmp_path):
         ({"token_ms": "fast"}, 'token_ms = "fast" is not a number'),
         ({"token_mib": 0}, "token_mib = 0 cannot be. Write a number above 0"),
         ({"heads": 1.5}, "heads = 1.5 is not a whole number"),
-        ({"mib_per_ms": 3}, "mib_per_ms = 3 is no table"),
+        ({"mib_per_ms": 3}, "mib_per_ms = 3 is not a table"),
         ({"mib_per_ms": {"two": 3}}, "mib_per_ms has 'two' as a key"),
         ({"mib_per_ms": {"2": -1}}, r"mib_per_ms\.2 = -1 cannot be"),
     ],
@@ -99,9 +99,7 @@ def test_a_file_with_mistakes(tmp_path, changed, message):
         read_cost(written(tmp_path, **changed))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"), [("[1]", "it holds a list"), ("{", "it is not valid JSON"), (None, "be read")]
-)
+@pytest.mark.parametrize(("text", "message"), [("[1]", "it holds a list"), ("{", "it is not JSON"), (None, "be read")])
 def test_a_file_that_is_none(tmp_path, text, message):
     path = tmp_path / "cost.json"
     if text is not None:

@@ -47,7 +47,7 @@ def chosen() -> list[tuple[Tensor, Tensor]]:
     "strategy",
     [
         "dp2+zero3",
-        "tp4+sp+remat[*.experts: ep2.tp2]",
+        "tp4+sp+remat[*.experts: ep2.tp2+ep_chunks(2)]",
         "cp2.pp2+cut(layers.0.experts)[*.experts: ep2]",
     ],
 )

@@ -159,7 +159,11 @@ def test_a_search_that_finds_nothing_ends_all_ranks():
 @pytest.mark.parametrize(
     ("options", "error", "why"),
     [
-        ({"strategies": "atuo"}, ParallelizeError, "strategies='atuo' is no dict of strategies; did you mean 'auto'"),
+        (
+            {"strategies": "atuo"},
+            ParallelizeError,
+            "strategies='atuo' is not a dict of strategies; did you mean 'auto'",
+        ),
         ({"strategies": "dp2"}, ParallelizeError, r"the longest length that it is for, such as \{4096: 'dp2'\}"),
         ({"lengths": None}, ParallelizeError, 'strategies="auto" is chosen for lengths=, and there is none'),
         ({"tokens_per_step": None}, ParallelizeError, "chosen for tokens_per_step=, and there is none"),

@@ -267,7 +267,7 @@ def test_what_is_refused(ran):
     ("options", "why"),
     [
         ({"tasks": {}}, "has a name and is fxpar.Task"),
-        ({"tasks": {"a:b": tasks()["pairs"]}}, "is no name"),
+        ({"tasks": {"a:b": tasks()["pairs"]}}, "is not a name"),
         ({"tasks": {"pairs": print}}, "task 'pairs' is <built-in"),
         ({"tasks": tasks(), "example": {}}, "example= is of one loss, and there are tasks=: give fxpar.Task"),
         ({"tasks": tasks(), "strategies": "auto"}, 'strategies="auto" is of one loss'),

@@ -83,7 +83,7 @@ def test_what_is_recomputed_or_runs_in_chunks_places_nothing():
     ],
 )
 def test_other_pipelines(text, want):
-    assert [str(one) for one in also_tried(Strategy.parse(text), offload=True)] == want
+    assert [str(one) for one in also_tried(Strategy.parse(text), beside=True)] == want
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,11 @@ def test_other_pipelines(text, want):
         ("dp4+remat(selective)", ["dp4+offload", "dp4+remat(selective)+offload"]),
         ("dp4+zero3+chunks(4)", ["dp4+zero3+offload+chunks(4)"]),
         ("dp4+chunks(4)", []),
+        ("dp2.ep2+chunks(4)", ["dp2.ep2+chunks(4)+ep_chunks(2)"]),
+        ("dp2.ep2+lsh(0.2)", []),
     ],
 )
-def test_what_is_kept_may_wait_on_the_host_where_memory_is_short(text, want):
+def test_what_runs_beside_kernels(text, want):
     one = Strategy.parse(text)
-    assert also_tried(one, offload=True) == tuple(map(Strategy.parse, want))
-    assert also_tried(one, offload=False) == ()
+    assert also_tried(one, beside=True) == tuple(map(Strategy.parse, want))
+    assert also_tried(one, beside=False) == ()

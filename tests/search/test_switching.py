@@ -9,8 +9,9 @@ import pytest
 from fxpar.ir.strategy import Strategy
 from fxpar.search.known import KnownModel
 from fxpar.search.switching import placement_of
-from fxpar.store import ParamSpec, SwitchSchedule, home_layout, wire_layout
+from fxpar.store import home_of
 from fxpar.switch import layout_of
+from fxpar.switch.order import SwitchSchedule
 from tests.search.test_driver import LINKS, lowered, outlined, problem
 
 NAMES = ("dp2", "cp2", "tp2+sp")
@@ -27,8 +28,7 @@ def test_they_take_as_long_as_those_of_the_set_alone(resident):
     known.switches.of_set(dict(list(priced.items())[:2]), (), guess=False).order(NAMES[:2])
     mine = known.switches.of_set(priced, resident, guess=False)
     layouts = {name: layout_of(outlined(Strategy.parse(name), 2), name) for name in NAMES}
-    specs = [ParamSpec(fqn, one.shape, one.dtype) for fqn, one in layouts["dp2"].params.items()]
-    alone = SwitchSchedule(layouts, wire_layout(home_layout(specs, 2), specs), resident, LINKS)
+    alone = SwitchSchedule(layouts, home_of(layouts["dp2"])[1], LINKS, resident=resident)
     for order in itertools.permutations(NAMES):
         for number, name in enumerate(order):
             expected = alone.plan(name, order[:number]).predicted_s

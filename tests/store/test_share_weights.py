@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxpar.errors import StorageError
 from fxpar.ir.dist_config import AxisShard, DistConfig
 from fxpar.ir.strategy import Strategy
-from fxpar.passes.share_weights import ALIGN_BYTES, share_weights
+from fxpar.passes.share_weights import ALIGN_BYTES, ShareWeights, check_storage
 from tests.repeat import examples
 from tests.store.programs import program, several_programs
 
@@ -37,7 +40,8 @@ def pieces(one, rank, whole):
 @given(several_programs(), st.integers(0, 3), st.data())
 def test_every_resident_layout_keeps_its_values_whatever_is_written(programs, rank, data):
     resident = data.draw(st.lists(st.sampled_from(list(programs)), unique=True))
-    storage = share_weights(programs, rank, resident)
+    storage = ShareWeights().lay_out(programs, rank, resident)
+    check_storage("share_weights", programs, rank, resident, storage)
     flat, whole = buffers_of(storage), whole_tensors(programs)
     for name in data.draw(st.permutations(list(programs))):
         for fqn, piece in pieces(programs[name], rank, whole).items():
@@ -54,11 +58,11 @@ def test_every_resident_layout_keeps_its_values_whatever_is_written(programs, ra
 @settings(max_examples=examples(25))
 @given(several_programs(), st.integers(0, 3))
 def test_sharing_never_takes_more_than_copies(programs, rank):
-    storage = share_weights(programs, rank)
-    alone = sum(share_weights({name: one}, rank).nbytes for name, one in programs.items())
-    largest = max(share_weights({name: one}, rank).nbytes for name, one in programs.items())
+    storage = ShareWeights().lay_out(programs, rank)
+    alone = sum(ShareWeights().lay_out({name: one}, rank).nbytes for name, one in programs.items())
+    largest = max(ShareWeights().lay_out({name: one}, rank).nbytes for name, one in programs.items())
     assert largest <= storage.nbytes <= alone
-    turns = share_weights(programs, rank, ())
+    turns = ShareWeights().lay_out(programs, rank, ())
     assert turns.pool_bytes("resident") == 0
     assert turns.pool_bytes("arena") == largest
 
@@ -76,7 +80,7 @@ def weights(text: str, *dims: str):
 def test_a_shard_is_a_view_of_the_whole_on_every_rank():
     programs = {"dp4": weights("dp4", "", ""), "rows": weights("dp2.tp2", "tp", ""), "cols": weights("tp4", "", "tp")}
     for rank in range(4):
-        storage = share_weights(programs, rank)
+        storage = ShareWeights().lay_out(programs, rank)
         assert storage.nbytes == storage.strategy_bytes("dp4") == 3 * 64 * 32 * 4
         view = storage.views["cols"]["layers.1.w"]
         assert view.shape == (64, 8)
@@ -87,13 +91,13 @@ def test_a_shard_is_a_view_of_the_whole_on_every_rank():
 def test_a_quarter_shares_with_a_half_only_where_it_lies_inside():
     programs = {"half": weights("dp2.tp2", "tp", ""), "quarter": weights("tp4", "tp", "")}
     half, quarter = 3 * 32 * 32 * 4, 3 * 16 * 32 * 4
-    used = [share_weights(programs, rank).nbytes for rank in range(4)]
+    used = [ShareWeights().lay_out(programs, rank).nbytes for rank in range(4)]
     # Rank 1 has rows 16:32 and the half 32:64; rank 2 rows 32:48 and the half 0:32.
     assert used == [half, half + quarter, half + quarter, half]
 
 
 def test_equal_layers_stand_at_equal_distances_and_aligned():
-    storage = share_weights({"tp4": weights("tp4", "tp", "")}, 1)
+    storage = ShareWeights().lay_out({"tp4": weights("tp4", "tp", "")}, 1)
     offsets = [storage.views["tp4"][f"layers.{i}.w"].offset for i in range(3)]
     assert offsets[1] - offsets[0] == offsets[2] - offsets[1]
     assert all(offset * 4 % ALIGN_BYTES == 0 for offset in offsets)
@@ -107,7 +111,7 @@ def test_padding_and_sections_are_not_shared_with_a_wider_piece():
         "cut": program("tp4", {"w": (shape, config("tp4", "tp", "")), "v": ((8, 4), config("tp4", "", ""))}),
         "fused": program("dp2.tp2", {"w": (shape, config("dp2.tp2", "", "")), "v": ((8, 4), fused)}),
     }
-    padded, inside = share_weights(programs, 3).views, share_weights(programs, 0).views
+    padded, inside = ShareWeights().lay_out(programs, 3).views, ShareWeights().lay_out(programs, 0).views
     assert inside["cut"]["w"].offset == inside["whole"]["w"].offset
     assert padded["cut"]["w"].shape == (3, 4)
     assert padded["cut"]["w"].offset >= 10 * 4
@@ -120,13 +124,38 @@ def test_dtypes_have_buffers_of_their_own():
         "a": weights("dp4", "", ""),
         "b": program("dp4", {"layers.0.w": ((64, 32), config("dp4", "", ""))}, torch.bfloat16),
     }
-    storage = share_weights(programs, 0)
+    storage = ShareWeights().lay_out(programs, 0)
     assert set(storage.numel) == {("resident", torch.float32), ("resident", torch.bfloat16)}
 
 
 @pytest.mark.parametrize("resident", [("dp4",), ()])
 def test_what_does_not_stay_takes_turns(resident):
     programs = {"dp4": weights("dp4", "", ""), "tp4": weights("tp4", "tp", ""), "tp2": weights("dp2.tp2", "", "tp")}
-    storage = share_weights(programs, 0, resident)
+    storage = ShareWeights().lay_out(programs, 0, resident)
     assert storage.resident == resident
     assert storage.pool_bytes("arena") == (0 if resident else 3 * 64 * 32 * 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"offset": 1 << 20}, "goes beyond the buffer"),
+        ({"offset": 0}, "it lies over layers.0.w of 'rows'"),
+        ({"stride": (0, 1)}, "elements on top of each other"),
+        ({"shape": (8, 32)}, r"holds torch.float32\[16, 32\], not torch.float32\[8, 32\]"),
+        ({"pool": "arena"}, "goes beyond the buffer"),
+        (None, "it has no view"),
+    ],
+)
+def test_a_storage_in_which_weights_are_lost(change, why):
+    """Under rows the rank has another quarter than under tp4: nothing lies inside of anything."""
+    programs = {"rows": weights("dp2.tp2", "tp", ""), "tp4": weights("tp4", "tp", "")}
+    storage = ShareWeights().lay_out(programs, 1)
+    views = dict(storage.views["tp4"])
+    check_storage("mine", programs, 1, ("rows", "tp4"), storage)
+    view = views.pop("layers.1.w")
+    if change is not None:
+        views["layers.1.w"] = replace(view, **change)
+    broken = replace(storage, views={**storage.views, "tp4": views})
+    with pytest.raises(StorageError, match=rf"pass 'mine': layers.1.w of 'tp4' on rank 1: .*{why}"):
+        check_storage("mine", programs, 1, ("rows", "tp4"), broken)

@@ -11,18 +11,11 @@ from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import outline
 from fxpar.models import load
+from fxpar.search.published import LAYERS_32B, LAYOUTS, MODEL_32B
 from fxpar.switch import ParamLayout, layout_of
 from fxpar.tracer import capture
 
-LAYERS = 60
-SIZES = {"layers": 1, "dim": 6656, "heads": 64, "kv_heads": 64, "ffn": 17920, "vocab": 30592}
-STRATEGIES = {
-    "S1": "dp1.pp2.tp16",
-    "S2": "dp2.pp2.tp8",
-    "S3": "dp4.pp2.tp4",
-    "S4": "dp4.pp4.tp2",
-    "S5": "dp8.pp1.tp4",
-}
+STRATEGIES = dict(zip(("S1", "S2", "S3", "S4", "S5"), LAYOUTS.values(), strict=True))
 
 
 @cache
@@ -30,8 +23,7 @@ def layouts_32b() -> dict[str, ParamLayout]:
     """By S1 ... S5. One layer is captured, which stands for all sixty (`benchmarks/bench_hotspa_32b.py` lowers them and
     moves the same bytes).
     """
-    options = {name: str(size) for name, size in SIZES.items()}
-    loaded = load("llama", options=options, dtype=torch.bfloat16, device="meta")
+    loaded = load("llama", options={**MODEL_32B, "layers": "1"}, dtype=torch.bfloat16, device="meta")
     graph = capture(loaded.model, loaded.loss_fn, loaded.example_batch, name="32B")
     return {name: _repeated(graph, name, Strategy.parse(text)) for name, text in STRATEGIES.items()}
 
@@ -51,6 +43,6 @@ def _repeated(graph: LogicalGraph, name: str, strategy: Strategy) -> ParamLayout
     block = [fqn for fqn in inside.params if fqn.startswith("layers.")]
     first, *last = (fqn for fqn in inside.params if fqn not in block)
     params = {first: stages[0][first]}
-    for i in range(LAYERS):
-        params |= {fqn.replace(".0.", f".{i}.", 1): stages[i * count // LAYERS][fqn] for fqn in block}
+    for i in range(LAYERS_32B):
+        params |= {fqn.replace(".0.", f".{i}.", 1): stages[i * count // LAYERS_32B][fqn] for fqn in block}
     return ParamLayout(name, count * inside.world, params | {fqn: stages[-1][fqn] for fqn in last})

@@ -17,7 +17,7 @@ from fxpar.errors import ClusterError, ReductionError, SwitchPlanError
 from fxpar.ir.dist_config import AxisShard, DistConfig
 from fxpar.ir.mesh import Mesh
 from fxpar.switch import ParamLayout, PlacedParam
-from fxpar.switch.reduction import ReductionPlan, plan_large_reduction, plan_reduction
+from fxpar.switch.reduction import ReductionPlan, plan_reduction
 from fxpar.switch.terms import GradientPlacement
 from tests.placements import meshes, nestings
 from tests.repeat import examples
@@ -133,7 +133,7 @@ def test_adding_takes_the_time_of_its_memory(shared_by, expected):
     plan = plan_reduction(sources, ParamLayout("home", 4, {"w": home}), cluster)
     assert plan.links_s == pytest.approx(48 / 2e3)
     assert plan.predicted_s == pytest.approx(expected)
-    by_turns = plan_large_reduction(sources, ParamLayout("home", 4, {"w": home}), cluster, planner="turns")
+    by_turns = plan_reduction(sources, ParamLayout("home", 4, {"w": home}), cluster, planner="turns")
     assert by_turns.predicted_s == pytest.approx(expected)
     slow = replace(device, memory_gb_per_s=4e-6)
     alone = plan_reduction(sources, ParamLayout("home", 4, {"w": home}), replace(cluster, device=slow))

@@ -14,7 +14,7 @@ from fxpar.errors import NoOwnerError, SwitchPlanError
 from fxpar.store import ParamSpec, home_layout
 from fxpar.switch import ParamLayout, SwitchPlan, plan_large_switch, plan_switch
 from fxpar.switch.by_turns import SAMPLE, SwitchByTurns, sampled
-from fxpar.switch.reduction import ReductionByTurns, ReductionPlan, plan_large_reduction, plan_reduction
+from fxpar.switch.reduction import ReductionByTurns, ReductionPlan, plan_reduction
 from fxpar.switch.transfers import TRANSFER
 from tests.repeat import examples
 from tests.switch.moving import carry_out, simple_layout, state_of, switches, whole_tensors
@@ -84,7 +84,7 @@ def assert_bounded(plan, table) -> None:
 def test_sums_too(case):
     sources, target, cluster = case
     target = apart(target)
-    plan = plan_large_reduction(sources, target, cluster, planner="turns")
+    plan = plan_reduction(sources, target, cluster, planner="turns")
     assert isinstance(plan, ReductionByTurns)
     plan.verify()
     table = np.sort(joined(plan), order=("tensor", "slice", "dst", "term"))
@@ -185,6 +185,6 @@ def test_plans_that_are_listed_are_as_before():
     case = simple_layout("a", "dp4.tp2@1"), simple_layout("b", "tp8@0")
     assert plan_large_switch(*case, FOUR_BY_TWO).fingerprint == plan_switch(*case, FOUR_BY_TWO).fingerprint
     sums = {"w0": partial()}, home(), FOUR_BY_TWO
-    assert plan_large_reduction(*sums).fingerprint == plan_reduction(*sums).fingerprint
-    assert isinstance(plan_large_reduction(*sums, listed=8 * 4), ReductionPlan)
-    assert isinstance(plan_large_reduction(*sums, listed=8 * 4 - 1), ReductionByTurns)
+    assert isinstance(plan_reduction(*sums), ReductionPlan)
+    assert isinstance(plan_reduction(*sums, listed=8 * 4), ReductionPlan)
+    assert isinstance(plan_reduction(*sums, listed=8 * 4 - 1), ReductionByTurns)

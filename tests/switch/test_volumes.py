@@ -5,34 +5,14 @@ from __future__ import annotations
 import pytest
 
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.search.published import FIGURE_8_GB, LAYOUTS
 from fxpar.switch import plan_switch
-from tests.switch.large import layouts_32b
+from tests.switch.large import STRATEGIES, layouts_32b
 
 CLUSTER = ClusterSpec(4, 8, intra_gb_per_s=200, inter_gb_per_s=25, latency_us=10)
-# GB (1e9): stays local, inside nodes, between nodes, between nodes when each slice enters a node once. The reference
-# prints whole numbers, so the tolerance is 1 % or the rounding.
-VOLUMES = {
-    "S1>S2": (8, 57, 65, 65),
-    "S1>S3": (16, 114, 130, 65),
-    "S1>S4": (16, 114, 130, 33),
-    "S1>S5": (16, 114, 390, 195),
-    "S2>S1": (8, 57, 0, 0),
-    "S2>S3": (33, 228, 0, 0),
-    "S2>S4": (33, 228, 0, 0),
-    "S2>S5": (33, 228, 260, 130),
-    "S3>S1": (16, 49, 0, 0),
-    "S3>S2": (33, 98, 0, 0),
-    "S3>S4": (65, 195, 0, 0),
-    "S3>S5": (260, 0, 260, 130),
-    "S4>S1": (16, 16, 33, 33),
-    "S4>S2": (33, 33, 65, 65),
-    "S4>S3": (65, 65, 130, 65),
-    "S4>S5": (65, 65, 390, 195),
-    "S5>S1": (16, 49, 0, 0),
-    "S5>S2": (33, 98, 0, 0),
-    "S5>S3": (260, 0, 0, 0),
-    "S5>S4": (65, 195, 0, 0),
-}
+SHORT = dict(zip(LAYOUTS, STRATEGIES, strict=True))
+# GB, of which the reference prints whole numbers, so the tolerance is 1 % or the rounding.
+VOLUMES = {f"{SHORT[source]}>{SHORT[target]}": found for (source, target), found in FIGURE_8_GB.items()}
 # GB: largest send of a GPU inside nodes and between nodes under Algorithm 1 (one decimal; None: not published).
 MAXIMA = {
     "S1>S2": (2.0, 2.0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxpar.tasks.contract import STATE_BYTES, contract
+from fxpar.tasks.contract import SUM_BYTES, contract
 from tests.tasks.towers import DIM, WIDE, step
 
 LAYER = 2 * DIM + DIM * WIDE + WIDE + WIDE * DIM + DIM  # parameters: norm, up, down
@@ -34,7 +34,8 @@ def test_what_two_tasks_read_has_one_name_and_the_larger_state(both):
     assert both["caption.image"].weights == "image"
     layers, ends = 3 * (LAYER + WIDER), 16 * DIM + DIM * 16 + 16  # embedding and head
     beside = WIDER + 2 * DIM  # the last layer of the image tower and its norm, which run with this MetaOp
-    assert caption.state_bytes == text.state_bytes == STATE_BYTES * (layers + ends + beside) / 3
+    assert caption.state_bytes == text.state_bytes == (4 + SUM_BYTES) * (layers + ends + beside) / 3
+    assert caption.gradient_bytes == text.gradient_bytes == SUM_BYTES * (layers + ends + beside) / 3
 
 
 def test_bytes_are_those_of_all_batches(both):

@@ -10,13 +10,15 @@ import torch
 from fxpar import Task
 from fxpar.cost.cluster import usual_cluster
 from fxpar.cost.group import group_cost
-from fxpar.errors import ClusterError
+from fxpar.errors import ClusterError, RunMemoryError
 from fxpar.ir.node_meta import fqn_of
 from fxpar.lowering import lower
 from fxpar.tasks import TaskStep, captured, plan_tasks
 from fxpar.tasks.contract import contract
+from fxpar.tasks.held import Home
 from fxpar.tasks.plan import devices_of
-from fxpar.tasks.times import costs_of, shares_of, widths_of
+from fxpar.tasks.runs import planned_runs
+from fxpar.tasks.times import costs_of, shares_of, task_graph, widths_of
 from tests.runtime.test_pipeline_towers import Two
 from tests.tasks.towers import step
 
@@ -24,8 +26,20 @@ CLUSTER = usual_cluster(2)
 
 
 @pytest.fixture(scope="module")
-def planned():
-    return plan_tasks({"caption": step("caption"), "text": step("text")}, CLUSTER)
+def tasks():
+    return {"caption": step("caption"), "text": step("text")}
+
+
+@pytest.fixture(scope="module")
+def graph(tasks):
+    return task_graph(tasks, contract(tasks), CLUSTER, 2)
+
+
+@pytest.fixture(scope="module")
+def planned(tasks, graph):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fxpar.tasks.plan.task_graph", lambda *_: graph)  # lowered once for all tests
+        return plan_tasks(tasks, CLUSTER)
 
 
 def test_times_of_metaops_add_up_to_those_of_programs(planned):
@@ -77,6 +91,7 @@ def test_devices_are_those_of_the_cluster():
     found = devices_of(usual_cluster(16), 16)
     assert (found.count, found.per_node, found.within_gb_per_s, found.between_gb_per_s) == (16, 8, 200, 25)
     assert found.memory_bytes == math.inf
+    assert devices_of(usual_cluster(16), 16, 8e9, 1e9).memory_bytes == 8e9
     assert (widths_of(12), widths_of(6)) == ([1, 2, 4, 8, 12], [1, 2, 4, 5, 6])
 
 
@@ -112,3 +127,28 @@ def test_towers_run_side_by_side_where_that_is_shorter():
     tower = alone["both.one"] + alone["both.loss"]  # and what is made of it before the two meet
     assert run.option.ms == pytest.approx(sum(alone.values()) - tower)
     assert run.option.ms < plan.runs.sequential_ms
+
+
+def test_weights_that_come_and_gradients_that_leave_are_part_of_a_step(planned):
+    """The step is what tasks take and what moving does, both as the runtime predicts them."""
+    runs = planned.runs
+    assert all(run.option.moved_ms > 0 for run in runs.runs)
+    assert runs.ms == pytest.approx(runs.moved_ms + sum(max(run.option.ms for run in wave) for wave in runs.waves))
+    assert planned.plan.step.reductions
+
+
+def test_what_does_not_fit_is_placed_otherwise_or_refused(tasks, graph):
+    """Slower layouts that cut weights take less; with less memory than those, it is said what would do."""
+    found, (_, _, layouts) = contract(tasks), graph
+    home = Home.of([layouts[name][0].held for name in tasks], CLUSTER, 2)
+    free = planned_runs(tasks, found, layouts, home)
+    assert not free.needs_budget
+    small = planned_runs(tasks, found, layouts, home, max(free.rank_bytes) - 1)
+    assert small.needs_budget
+    assert max(small.rank_bytes) < max(free.rank_bytes)
+    assert small.ms > free.ms
+    assert any("tp2" in run.option.strategy for run in small.runs)
+    with pytest.raises(RunMemoryError, match=r"fit on 2 devices of 1.0 kB: the least choice takes 1MB") as told:
+        planned_runs(tasks, found, layouts, home, 1000, has_budget=True)
+    assert "masters, gradients, optimizer states and messages" in str(told.value)
+    assert planned_runs(tasks, found, layouts, home, 1e6, has_budget=True).needs_budget

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 from fxpar.runtime.forked import run_forked
 from fxpar.train.loop import one_step
+from fxpar.train.report import collect, write_report
 from fxpar.train.session import open_session
 from fxpar.train.task_source import TaskLoader, task_model, tasks_of
 from fxpar.train.text import NOTHING
 from tests.train.test_config import parse
+from tests.train.test_report import page_data
 
 FILE = """
 import torch
@@ -61,6 +65,7 @@ parameters = "float64"
 folder = "FOLDER/checkpoints"
 [run]
 steps = 3
+folder = "FOLDER/run"
 """
 
 
@@ -71,9 +76,16 @@ def train(config, rank):
     session.save(2)
     records.append(one_step(session.training, 3))
     held_out = session.validate(3)
+    session.training.traces.choose(1.0)
+    page = None
+    if (parts := collect(session)) is not None:
+        lines = [json.dumps(record.to_json()) for record in records]
+        config.folder.mkdir(parents=True)
+        (config.folder / "metrics.jsonl").write_text("\n".join(lines))
+        page = write_report(config.folder, config.name, parts)
     again = open_session(config, NOTHING, torch.device("cpu"))
     again.resume()
-    return records, held_out, one_step(again.training, 3)
+    return records, held_out, one_step(again.training, 3), page
 
 
 def one_device(config):
@@ -107,7 +119,7 @@ def test_tasks_train_as_on_one_device_and_go_on(tmp_path):
     (tmp_path / "file.py").write_text(FILE)
     config = parse(TASKS.replace("FOLDER", str(tmp_path)))
     want, held_out = one_device(config)
-    for records, validated, resumed in run_forked(2, lambda rank: train(config, rank)):
+    for records, validated, resumed, page in run_forked(2, lambda rank: train(config, rank)):
         for record, losses in zip(records, want, strict=True):
             assert dict(record.tasks) == pytest.approx(losses, rel=1e-10)
             assert record.loss == pytest.approx(2 * losses["rows"] + losses["said"], rel=1e-10)
@@ -115,3 +127,24 @@ def test_tasks_train_as_on_one_device_and_go_on(tmp_path):
         assert validated == pytest.approx(2 * held_out, rel=1e-10)
         assert validated.metrics == pytest.approx({"rows": held_out}, rel=1e-10)
         assert (resumed.loss, dict(resumed.tasks)) == (records[2].loss, dict(records[2].tasks))
+        if page is not None:
+            check_report(page)
+
+
+def check_report(path):
+    """Each task's strategy has its tabs; the one of `rows` runs on rank 1 alone."""
+    data = page_data(path)
+    assert set(data["sections"]) == {"run", "graph", "timeline", "memory"}
+    assert data["strategies"] == ["rows: dp1", "said: dp2"]
+    assert set(data["sections"]["run"]["tasks"]) == {"rows", "said"}
+    (step,) = data["sections"]["timeline"]["steps"]
+    assert [group["strategy"] for group in step["groups"]] == data["strategies"]
+    predicted, measured = step["timelines"]
+    for timeline in (predicted, measured):
+        ran = {
+            lane: {span[2] for span in timeline["spans"] if span[1] == "micro_batch" and span[0] == lane}
+            for lane in (0, 1)
+        }
+        assert [lane["replicas"] for lane in timeline["lanes"]] == [[-1, 0], [0, 1]]
+        assert ran == {0: {1}, 1: {0, 1}}
+    assert data["sections"]["memory"]["by_strategy"]["rows: dp1"]["ranks"][0]["ranks"] == [1, 1]

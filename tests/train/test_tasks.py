@@ -7,7 +7,7 @@ import json
 import pytest
 
 from fxpar.train.config import config_from_json
-from fxpar.train.tasks import texts_of
+from fxpar.train.tasks import chooses, texts_of
 from tests.train.test_config import message, parse
 
 TASKS = """
@@ -71,7 +71,7 @@ def test_values_and_defaults():
             ["task.pairs.strategies={8='dp4'}"],
             ["task.pairs: each strategy must use all 2 ranks, but 'dp4' (up to 8 tokens or rows)"],
         ),
-        (["task.a/b.loss=x"], ["[task.a/b] is no name of a task"]),
+        (["task.a/b.loss=x"], ["[task.a/b] is not a name for a task"]),
         (["task.pairs=3"], ["task.pairs = 3 must be a section: [task.pairs]"]),
         (["precision.compute=x"], ["precision.compute: "]),
     ],
@@ -79,6 +79,24 @@ def test_values_and_defaults():
 def test_what_is_refused(words, lines):
     found = message(*words, text=TASKS)
     assert [line for line in lines if line not in found] == [], found
+
+
+def test_strategies_that_are_yet_to_be_chosen():
+    chosen = TASKS.replace('strategies = { 8 = "cp2", 4 = "dp2" }', 'strategies = { 8 = "auto" }').replace(
+        "ranks = [0, 1]", ""
+    )
+    auto = chosen.replace('64 = "dp3"', '64 = "auto"')
+    config = parse(auto, "run.ranks=4")
+    assert chooses(config.tasks, config.strategies)
+    assert (config.world, config.strategies) == (4, ((64, "auto"),))
+    assert not chooses((fixed := parse(TASKS)).tasks, fixed.strategies)
+    assert config_from_json(json.loads(json.dumps(config.to_json()))) == config
+    assert '"auto" needs run.ranks, or --ranks N' in message(text=auto)
+    assert 'task.text must have one strategy, "auto", as others are chosen' in message("run.ranks=4", text=chosen)
+    both = auto.replace('8 = "auto"', '8 = "auto", 4 = "auto"')
+    assert 'task.pairs must have one strategy, "auto"' in message("run.ranks=4", text=both)
+    assert "task.pairs.ranks are chosen with its strategy" in message("run.ranks=4", "task.pairs.ranks=[0]", text=auto)
+    assert "x is not a length in tokens" in message("run.ranks=4", "task.pairs.strategies.x=auto", text=auto)
 
 
 def test_a_task_without_strategies():

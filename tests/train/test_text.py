@@ -33,4 +33,4 @@ def test_sequences_are_counted_once(config):
     prepared = prepare(made.data, lambda text: None)
     lines = list(describe(make_loader(open_tokens(prepared, 0)[0], made, prepared.vocab_size)))
     assert lines[0].startswith("9 documents give 9 sequences, ")
-    assert lines[1].startswith("mean ")
+    assert lines[1].startswith("tokens per sequence: mean ")

@@ -16,7 +16,7 @@ from fxpar.ir.dist_config import AxisShard, DistConfig
 from fxpar.ir.mesh import Mesh
 from fxpar.runtime.forked import run_forked
 from fxpar.switch import ParamLayout, PlacedParam
-from fxpar.switch.reduction import plan_large_reduction, plan_reduction
+from fxpar.switch.reduction import plan_reduction
 from fxpar.switch.terms import GradientPlacement
 from fxpar.torch_api.threaded import run_threads
 from fxpar.transport import Holding, Reduction
@@ -82,7 +82,7 @@ def term_tensors(case: Sum, seed: int) -> tuple[list[dict[str, Tensor]], dict[st
 def test_random_reductions_are_dense_sums():
     planned = []
     for number, case in enumerate(drawn(sums(), examples(30))):
-        plan = plan_large_reduction(case.sources, case.target, case.cluster, planner=("auto", "turns")[number // 2 % 2])
+        plan = plan_reduction(case.sources, case.target, case.cluster, planner=("auto", "turns")[number // 2 % 2])
         plan.verify()
         planned.append((case, plan, term_tensors(case, number), term_tensors(case, number + 1000)))
 

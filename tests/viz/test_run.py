@@ -58,3 +58,12 @@ def test_long_runs_are_shown_as_means(monkeypatch):
     assert section["steps_per_point"] == 3
     assert section["curves"]["loss"][0] == pytest.approx((7.75 + 7.25) / 2)
     assert section["totals"]["steps"] == 8
+
+
+def test_losses_of_tasks():
+    lines = metrics(3)
+    assert run_section(lines)["tasks"] == {}
+    for line in lines:
+        line["tasks"] = {"text": 2.0 + line["step"]}
+    lines[1]["tasks"] = {"text": 4.0, "pairs": 0.5}  # it has joined
+    assert run_section(lines)["tasks"] == {"text": [3.0, 4.0, 5.0], "pairs": [None, 0.5, None]}

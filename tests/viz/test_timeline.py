@@ -11,12 +11,15 @@ import pytest
 from fxpar.cost.calls import node_costs
 from fxpar.cost.group import group_cost
 from fxpar.cost.polynomial import Polynomial
+from fxpar.ir.strategy import Strategy
+from fxpar.lowering import lower
 from fxpar.runtime.pipeline import plan_pipeline
 from fxpar.schedule import Costs, schedule, simulate
 from fxpar.schedule.mini_batch import Pace, blocking, overlapped, pace_of
 from fxpar.viz.inside import ACTION_PARTS, Inside, block_of
-from fxpar.viz.step import Lane, predict_step
+from fxpar.viz.step import Lane, Planned, StepGroup, predict_step
 from fxpar.viz.timeline import timeline_section
+from tests.captured import llama
 from tests.viz.steps import CLUSTER, inside, planned, predicted, program, shown_step, step_groups, views
 
 
@@ -184,6 +187,43 @@ def test_teams_in_step_wait_for_each_other():
     ends = max(teams[0].ms(0, "body", (40,)), teams[1].ms(0, "body", (120,)))
     assert max(span.end_ms for span in step.spans if span.kind == "micro_batch") == pytest.approx(second + ends)
     assert [lane.replicas for lane in step.lanes] == [(0,), (1,), (2,)]
+
+
+def test_groups_of_a_wave_run_at_the_same_time():
+    """Two tasks on two ranks each, then one on all: a wave is as long as its slowest group, all ranks move."""
+    first, second = (at_offset("dp2", offset, rows) for offset, rows in ((0, [[100], [100]]), (2, [[50], [50]])))
+    last = planned("dp4+zero2", [[64]], [[64]], [[64]], [[64]])
+    step = predict_step([first, second, last], 4, waves=(2, 1))
+    assert [(lane.ranks, lane.replicas) for lane in step.lanes] == [((0, 1), (0, -1, 0)), ((2, 3), (-1, 0, 2))]
+    spans = {n: [s for s in step.spans if s.group == n and s.kind == "micro_batch"] for n in range(3)}
+    (long,), (short,), (after,) = ({(s.start_ms, s.end_ms) for s in spans[n]} for n in range(3))
+    assert [[s.lane for s in spans[n]] for n in range(2)] == [[0], [1]]
+    assert long[0] == pytest.approx(short[0])
+    assert long[0] >= 2 * 0.5  # weights of both tasks come before
+    assert after[0] >= long[1] + 2 * 0.25 + 0.5
+    assert step.group_ms(1)["run"] == pytest.approx(short[1] - short[0], rel=0.5)
+    assert step.group_ms(1)["switch"] == pytest.approx(0.5)
+    whole = predict_step([first, second, last], 4)  # one after the other
+    assert step.end_ms < whole.end_ms
+
+
+def test_of_a_wave_a_group_waits_for_its_own_ranks():
+    """The third one begins when the second one has ended, on the ranks of both; the first one goes on beside it."""
+    long, short = at_offset("dp2", 0, [[400], [400]]), at_offset("dp2", 2, [[50], [50]])
+    step = predict_step([long, short, short], 4, waves=(3,))
+    (first,), (second,), (third,) = (
+        {(s.start_ms, s.end_ms) for s in step.spans if s.group == n and s.kind == "micro_batch"} for n in range(3)
+    )
+    assert second[0] == pytest.approx(first[0])
+    assert second[1] <= third[0] < first[1]
+    assert [lane.replicas for lane in step.lanes] == [(0, -1, -1), (-1, 0, 0)]
+
+
+def at_offset(strategy, offset, replicas):
+    whole = replace(Strategy.parse(strategy), offset=offset)
+    program = lower(llama(layers=2).graph, whole, for_store=True)
+    group = StepGroup("≤ 512", str(whole), tuple((tuple(lengths),) for lengths in replicas))
+    return Planned(group, Inside(program, CLUSTER), 0.5, 0.25)
 
 
 def test_equal_ranks_share_a_lane():

@@ -25,3 +25,11 @@ def test_each_run_has_a_box_on_each_of_its_devices():
     assert any(text.startswith("a<b, layers 0 to") for text in told)
     assert "<title>two &amp; two</title>" in page
     assert "<script" not in page
+
+
+def test_gradients_are_added_up_below_what_runs():
+    held = TaskGraph((MetaOp("a", 2, {2: 2.0}, state_bytes=8e8),))
+    plan = plan_waves(held, Devices(2))
+    page = waves_html(plan, "one")
+    assert len(re.findall('class="reduces"', page)) == 2 * len(plan.step.reductions) == 2
+    assert f"which takes {plan.step.exposed_ms:.1f} ms at the end" in page

@@ -20,7 +20,9 @@ def metaop(name: str, layers: int, work: float = 8.0, fixed: float = 0.4, widest
 
 
 def without_transfers(graph: TaskGraph) -> TaskGraph:
-    return TaskGraph(tuple(replace(one, output_bytes=0) for one in graph.metaops), graph.edges)
+    """Nor reductions."""
+    silent = (replace(one, output_bytes=0, gradient_bytes=0) for one in graph.metaops)
+    return TaskGraph(tuple(silent), graph.edges)
 
 
 def check_plan(plan: WavePlan) -> None:
@@ -61,6 +63,7 @@ def check_plan(plan: WavePlan) -> None:
     for members in plan.waves:
         standing = [device for at in members for device in plan.pieces[at].devices]
         assert len(set(standing)) == len(standing)
+    _check_reductions(plan, runs)
     assert plan.bound_ms <= plan.ms + CLOSE
 
 
@@ -107,6 +110,33 @@ def _check_devices(plan: WavePlan, runs: dict) -> None:
         peak = sum(states.values()) + most
         assert math.isclose(peak, plan.step.peak_bytes[device], rel_tol=1e-9, abs_tol=1e-6)
         assert peak <= plan.devices.memory_bytes
+
+
+def _check_reductions(plan: WavePlan, runs: dict) -> None:
+    """Whoever holds a layer adds up its gradients with all others that do, once, behind the last backward of it."""
+    held, nbytes = defaultdict(set), {}
+    for piece in plan.pieces:
+        one = plan.graph.metaops[piece.metaop]
+        for layer in range(piece.first, piece.last):
+            held[one.parameters, layer] |= {*piece.devices}
+            nbytes[one.parameters] = one.state_bytes / 8 if one.gradient_bytes is None else one.gradient_bytes
+    wanted = {key for key, devices in held.items() if len(devices) > 1 and nbytes[key[0]]}
+    found = [(one.weights, layer) for one in plan.step.reductions for layer in range(one.first, one.last)]
+    assert sorted(found) == sorted(wanted)
+    for one in plan.step.reductions:
+        assert all(held[one.weights, layer] == {*one.devices} for layer in range(one.first, one.last))
+        least = 2 * (1 - 1 / len(one.devices)) * nbytes[one.weights] / plan.devices.within_gb_per_s * 1e-6
+        assert one.end_ms - one.start_ms >= (one.last - one.first) * least - CLOSE
+        first = [
+            runs[at, True].end_ms
+            for at, piece in enumerate(plan.pieces)
+            if plan.graph.metaops[piece.metaop].parameters == one.weights and piece.first == one.first < piece.last
+        ]
+        assert one.end_ms >= max(first, default=0.0) - CLOSE
+    for device in range(plan.devices.count):
+        spans = sorted((one.start_ms, one.end_ms) for one in plan.step.reductions if device in one.devices)
+        assert all(end <= start + CLOSE for (_, end), (start, _) in itertools.pairwise(spans))
+    assert plan.ms == max(one.end_ms for one in (*plan.step.runs, *plan.step.reductions))
 
 
 def least_ms(graph: TaskGraph, devices: int) -> float:

@@ -18,3 +18,9 @@ def test_what_is_received():
     lines = chart(plan_waves(graph, Devices(2, within_gb_per_s=1.5), effort=0), columns=10).splitlines()
     assert lines[0] == "0  A<<Bb-<<a-"
     assert lines[1] == "1  .<<Bb-...."
+
+
+def test_gradients_that_are_added_up():
+    graph = TaskGraph((MetaOp("a", 1, {2: 3.0}, state_bytes=8.0, gradient_bytes=2e9),))
+    lines = chart(plan_waves(graph, Devices(2), effort=0), columns=13).splitlines()  # 3 ms, and 10 of adding
+    assert lines[0] == "0-1  Aa-++++++++++"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -140,3 +141,15 @@ def test_what_fits_nowhere():
         plan_waves(TaskGraph((metaop("a", 1, state_bytes=5e9),)), Devices(2, memory_bytes=1e9))
     with pytest.raises(FitsNoDevicesError, match="'a' fits on no devices: no order was found"):
         plan_waves(TaskGraph((metaop("a", 9, state_bytes=1e9),)), Devices(2, memory_bytes=2e9), effort=100)
+
+
+def test_what_is_said_to_do_does():
+    graph, devices = TaskGraph((metaop("a", 9, state_bytes=1e9), metaop("b", 3))), Devices(2, held_bytes=5e8)
+    with pytest.raises(FitsNoDevicesError, match=r"takes 0.93 GiB of a device that has 0.93, of which 0.47 are taken"):
+        plan_waves(graph, Devices(2, memory_bytes=1e9, held_bytes=5e8))
+    with pytest.raises(FitsNoDevicesError) as found:
+        plan_waves(graph, Devices(2, memory_bytes=2e9, held_bytes=5e8), effort=100)
+    gib = float(re.search(r"([\d.]+) GiB for each device would do", str(found.value))[1])
+    enough = Devices(2, memory_bytes=gib * 2**30, held_bytes=5e8)
+    assert 5e8 < max(plan_waves(graph, enough, effort=100).step.peak_bytes) <= enough.memory_bytes
+    assert plan_waves(graph, devices, effort=100).step.reductions

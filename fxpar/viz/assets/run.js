@@ -39,8 +39,9 @@
   const line = (x, y, title, fill, extra = {}) => ({ type: "scatter", mode: x.length < 3 ? "lines+markers" : "lines", x, y,
     name: title, line: { color: fill, width: 1.6 }, hovertemplate: `%{y:.5~g}<extra>${title}, step %{x}</extra>`, ...extra });
 
-  function drawLoss(node, { steps, curves }) {
+  function drawLoss(node, { steps, curves, tasks }) {
     const traces = [line(steps, curves.loss, "training", style("--accent"))];
+    Object.entries(tasks).forEach(([title, values], i) => traces.push(line(steps, values, title, hue(i), { opacity: 0.7 })));
     if (curves.validation_loss.some((value) => value !== null)) {
       traces.push(line(steps, curves.validation_loss, "held-out data", style("--kind-reduce_scatter"),
         { mode: "markers", marker: { symbol: "diamond", size: 8, color: style("--kind-reduce_scatter") } }));

@@ -1,0 +1,108 @@
+"""Programs of which a period of layers is left out against those of models that have one less."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from fxpar.ir.graph import AnnotatedGraph
+from fxpar.ir.node_meta import fqn_of
+from fxpar.ir.strategy import Strategy
+from fxpar.lowering import LowerAlike, default_passes
+from fxpar.search.deepened import deepened
+from fxpar.search.shortened import LowerShort, is_same_program, layers_alike, shortened
+from tests.captured import llama
+
+TEXTS = (
+    "dp2.cp2.tp2+sp+zero3+remat",
+    "cp2.tp2+sp+remat(selective|redo_comm)+chunks(2)",
+    "dp2.tp4+sp+zero3+remat(selective)+offload(0.5)",
+)
+MORE = ("dp4", "tp2+sp", "cp4+zero3", "dp2.cp2+remat", "dp8+zero3+remat+chunks(2)", "ring2.tp2+sp+zero3")
+TWICE = Strategy.parse("dp2.tp2+sp")
+
+
+@functools.cache
+def alike(layers: int) -> LowerAlike:
+    return LowerAlike(llama(layers=layers).graph, default_passes(for_store=True))
+
+
+def with_middle_left_out(text: str, few: int, more: int):
+    """The program, that of the graph it was made from, and what lowering gives for both."""
+    strategy = Strategy.parse(text)
+    both = alike(more).with_another(strategy, lambda graph: shortened(graph, more - few))
+    return both, (alike(few)(strategy), alike(more)(strategy))
+
+
+@pytest.mark.parametrize("text", [*TEXTS, *MORE])
+def test_it_is_what_lowering_gives(text):
+    found, lowered = with_middle_left_out(text, 2, 3)
+    assert all(map(is_same_program, found, lowered))
+    assert not is_same_program(*found)
+
+
+def test_a_period_may_have_several_layers():
+    six = LowerAlike(deepened(llama(layers=3).graph, 6), default_passes(for_store=True))
+    found, _ = six.with_another(TWICE, lambda graph: shortened(graph, 2))
+    four = LowerAlike(deepened(llama(layers=3).graph, 4), default_passes(for_store=True))
+    assert is_same_program(found, four(TWICE))
+
+
+def test_what_no_end_has_is_not_left_out():
+    def reads_the_middle(graph: AnnotatedGraph) -> AnnotatedGraph | None:
+        """With a result in front of the layers that is the middle one's."""
+        middle = next(node for node in graph.graph.nodes if fqn_of(node) == "layers.1.ffn.up_proj")
+        (output,) = graph.graph.find_nodes(op="output")
+        results = output.args[0]
+        output.args = ((middle, *results[1:]),)
+        try:
+            return shortened(graph, 1)
+        finally:
+            output.args = (results,)
+
+    assert alike(3).with_another(TWICE, reads_the_middle)[0] is None
+    assert alike(3).with_another(TWICE, lambda graph: shortened(graph, 2))[0] is None
+
+
+class Counted:
+    """`LowerAlike` that notes what it lowers, of another model if it is `another`."""
+
+    def __init__(self, layers: int, another: bool = False) -> None:
+        self.of, self.lowered, self.another = alike(layers), list[str](), another
+
+    def __call__(self, strategy: Strategy):
+        self.lowered.append(str(strategy))
+        program = self.of(strategy)
+        return replace(program, notes=("of another model",)) if self.another else program
+
+    def with_another(self, strategy: Strategy, changed):
+        return self.of.with_another(strategy, changed)
+
+
+def test_one_of_each_kind_is_lowered_both_ways():
+    few, more = Counted(2), Counted(3)
+    short = LowerShort(lambda: few, lambda: more, 1)
+    texts = ("dp2.tp2+sp", "dp4.tp2+sp", "dp4.tp2+sp+zero3", "dp2.tp2+sp+zero3", "cp2")
+    for text in map(Strategy.parse, texts):
+        assert is_same_program(short(text, whole=False), alike(2)(text))
+        assert is_same_program(short(text, whole=True), alike(3)(text))
+    assert few.lowered == ["dp2.tp2+sp", "dp4.tp2+sp+zero3", "cp2"]
+    assert more.lowered == []
+
+
+def test_a_kind_that_is_otherwise_is_lowered():
+    few, more = Counted(2, another=True), Counted(3)
+    short = LowerShort(lambda: few, lambda: more, 1)
+    for _ in range(2):
+        assert short(TWICE, whole=False).notes == ("of another model",)
+        assert short(TWICE, whole=True).notes == ()
+    assert few.lowered == [str(TWICE)] * 2
+    assert more.lowered == [str(TWICE)]
+
+
+@pytest.mark.parametrize("text", ["dp2[layers.0: +remat]", "pp2", "dp2+remat(layers.0)", "dp2+remat(200MB)"])
+def test_layers_that_are_told_apart_are_no_periods(text):
+    assert not layers_alike(Strategy.parse(text))
+    assert layers_alike(TWICE)
