@@ -298,6 +298,7 @@ def one_device_gpt(model):
 
 MISUSE = [
     (lambda: fxpar.parallelize(3, strategies={8: "dp2"}), "neither an nn.Module"),
+    (lambda: fxpar.parallelize(None, strategies={8: "dp2"}), "the target is None, neither an nn.Module"),
     (lambda: fxpar.parallelize(parallel(small), strategies={8: "dp4"}), "parallel already"),
     (lambda: parallel(small, plain="tp2"), "plain='tp2' is none"),
     (lambda: parallel(small).using("dp2.tp2").__enter__(), r"was parallelized with dp4, dp2.tp2\+sp, cp2.tp2"),

@@ -64,10 +64,7 @@ def run_dump(request: DumpRequest) -> None:
         if request.level == "annotated" or request.after:
             check_one_team("this dump", strategies)
         if request.form == "graph":
-            graph = _graph(request, strategy)
-            said = _notes(graph)
-            whole = request.after is None or strategies[0].pipeline_size == 1  # batches are those of all stages
-            origin = read_origin(request.source, graph) if whole else None
+            text, said = _saved(request, strategy)
         elif request.form == "text":
             asked = {**_asked(request), **({} if strategy is None else placed_words(request.source, strategy))}
             text, said = from_cache(
@@ -77,9 +74,7 @@ def run_dump(request: DumpRequest) -> None:
             text, said = _written(request, strategy, begun)
     show_notes(without_folders(note) for note in notes if note not in said)  # those are in the dump
     if request.form == "graph":
-        _check_stage(request, graph)
-        save_graph(request.target, graph, origin)
-        stderr_console().print(f"wrote the {kind_of(graph)} graph of {graph.name} to {request.target}", markup=False)
+        stderr_console().print(text, markup=False)
         return
     write_output(request.target, _folded(text) if request.form == "text" and request.target == "-" else text)
 
@@ -92,6 +87,15 @@ def _asked(request: DumpRequest) -> dict[str, object]:
     return {"kind": "dump", **of_graph, **{name: getattr(request, name) for name in names}, **on_cluster(cluster)}
 
 
+def _saved(request: DumpRequest, strategy: Strategy | None) -> tuple[str, list[str]]:
+    """Save the graph; what was done, and the notes in it."""
+    graph = _graph(request, strategy)
+    _check_stage(request, graph)
+    whole = request.after is None or strategy is None or strategy.pipeline_size == 1  # batches are those of all stages
+    save_graph(request.target, graph, read_origin(request.source, graph) if whole else None)
+    return f"wrote the {kind_of(graph)} graph of {graph.name} to {request.target}", _notes(graph)
+
+
 def _notes(graph: SavedGraph) -> list[str]:
     """Those that the dump of a graph has."""
     return [] if isinstance(graph, LogicalGraph) else list(graph.notes)
@@ -99,8 +103,9 @@ def _notes(graph: SavedGraph) -> list[str]:
 
 def _written(request: DumpRequest, strategy: Strategy | None, begun: float) -> tuple[str, list[str]]:
     """What goes into the file, or to stdout, and the notes in it."""
-    graph = _graph(request, strategy)
-    _check_stage(request, graph)
+    read = _graph(request, strategy)
+    _check_stage(request, read)
+    graph: AnyGraph = read
     if isinstance(graph, TeamsGraph) and (request.form == "dot" or request.rank is not None or request.schedule):
         check_one_team("this dump", [graph.strategy])
     view = None
@@ -111,7 +116,7 @@ def _written(request: DumpRequest, strategy: Strategy | None, begun: float) -> t
             raise DumpOptionError(
                 f"--rank {request.rank}", f"is of stage {runs}", "Leave out --stage, or name that one"
             )
-    return _text(request, graph, view, begun), _notes(graph)
+    return _text(request, graph, view, begun), _notes(read)
 
 
 def _folded(text: str) -> str:

@@ -16,7 +16,7 @@ from fxpar.lowering.driver import check_strategy, finished, lower, split_phases
 from fxpar.lowering.ladder import climb, run_passes
 from fxpar.lowering.pipeline import cut, of_stages, stage_program, strategy_of_stage
 from fxpar.passes.chunk_loss import ChunkLoss
-from fxpar.passes.prefetch_gathers import PrefetchGathers
+from fxpar.passes.sink_waits import SinkWaits
 from fxpar.stages import StagedGraph
 
 
@@ -48,9 +48,10 @@ class LowerAlike:
         self, strategy: Strategy, changed: Callable[[AnnotatedGraph], AnnotatedGraph | None]
     ) -> tuple[TrainGraph | None, TrainGraph]:
         """Of a strategy without stages: the program of a graph that `changed` makes of the one in front of the passes
-        that let transfers begin earlier, which it leaves as it is (None: it makes none), and that of this one.
+        that let transfers begin earlier and end later, which it leaves as it is (None: it makes none), and that of
+        this one.
         """
-        at = [step.name for step in self._behind].index(PrefetchGathers.name)
+        at = [step.name for step in self._behind].index(SinkWaits.name)
         with collector_paused():
             graph = _own(self._in_front(strategy), strategy)
             climb(graph, self._behind[:at], verified=False)

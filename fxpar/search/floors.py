@@ -2,7 +2,8 @@
 
 kernels    as many as without, and the products that a recomputation of whole blocks runs again
 transfers  those of ZeRO-3 as far as nothing there is could hide them; else what the forward waits for
-memory     weights and accumulated gradients, which stay whole without ZeRO, whatever is recomputed
+memory     weights and accumulated gradients, which stay whole without ZeRO, whatever is recomputed; with ZeRO, but
+           without recomputation, what the backward needs
 """
 
 from __future__ import annotations
@@ -134,21 +135,28 @@ class LeastFlat(Candidate):
 
     plain: Candidate = field(kw_only=True)
     parts: tuple[Parts, Parts] = field(kw_only=True)  # of the first sample, and what the second has more
+    whole_loss: bool = field(kw_only=True)  # the loss in chunks would save nothing
 
     @property
     def _positions(self) -> list[tuple[Polynomial, Polynomial]]:  # type: ignore[override]
         few, step = self.parts
         return [(few.least(self.strategy, 1), step.least(self.strategy, 2))]
 
+    @property
+    def keeps(self) -> bool:
+        """Whether the backward finds what it needs as it does under `plain`."""
+        return self.strategy.remat is None and self.whole_loss
+
     def predicted(self, tokens: int) -> Memory:
-        return self._without_activations(self.plain.stays)
+        return self._held(self.plain.at(tokens))
 
     def of_first(self, tokens: int) -> Memory:
-        return self._without_activations(self.plain.of_first(self.plain.anchors[-1]))
+        return self._held(self.plain.of_first(tokens))
 
-    def _without_activations(self, one: Memory) -> Memory:
+    def _held(self, one: Memory) -> Memory:
         if self.strategy.zero:
-            return Memory(one.home_bytes, one.optimizer_bytes, 0, 0, 0, 0)
+            held = max(0, one.step_bytes - one.gradient_bytes) if self.keeps else 0
+            return Memory(one.home_bytes, one.optimizer_bytes, 0, held, 0, 0)
         kept = one.home_bytes, one.optimizer_bytes, one.weight_bytes
         return Memory(*kept, one.gradient_bytes, one.gradient_bytes, one.staging_bytes)
 
@@ -160,8 +168,10 @@ class Floors:
     cluster: ClusterSpec
     _parts: dict[Strategy, tuple[Parts, Parts]] = field(default_factory=dict, init=False)
 
-    def least(self, plain: Candidate, strategy: Strategy) -> LeastFlat | None:
-        """What `strategy` takes at least; None where that cannot be said, as the model is lowered whole."""
+    def least(self, plain: Candidate, strategy: Strategy, whole_loss: bool) -> LeastFlat | None:
+        """What `strategy` takes at least, with its loss in chunks too, unless these would save nothing (`whole_loss`);
+        None where that cannot be said, as the model is lowered whole.
+        """
         if len(plain.programs) != 2:
             return None
         if plain.strategy not in self._parts:
@@ -178,6 +188,7 @@ class Floors:
             plain.programs,
             plain=plain,
             parts=self._parts[plain.strategy],
+            whole_loss=whole_loss,
         )
 
 

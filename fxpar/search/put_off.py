@@ -101,12 +101,13 @@ class PutOff:
         plain = self.known.candidate(without_stages(replace(shape, chunks=1)), self.said)
         if strategy is None or plain is None:
             return None
-        floor = self.floors.least(plain, without_stages(strategy))
+        mine = [other for other in lowered if other.strategy.axes == shape.axes]
+        whole_loss = all(one.strategy.chunks == 1 for one in mine)  # else chunks of it save memory
+        floor = self.floors.least(plain, without_stages(strategy), whole_loss)
         if floor is None:
             return None
         one = StagedGuess(strategy, cluster, floor.anchors, floor) if strategy.pipeline_size > 1 else floor
-        same = next(other for other in lowered if other.strategy.axes == shape.axes)
-        costs, limits = [one.group_cost, same.group_cost], self.pricer.budgets(one, self.found.edges)
+        costs, limits = [one.group_cost, mine[0].group_cost], self.pricer.budgets(one, self.found.edges)
         return Bound(
             self._least(costs, strategy, limits),
             self._least([_faster(cost, strategy) for cost in costs], strategy, limits),

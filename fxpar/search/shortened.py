@@ -37,7 +37,8 @@ class LowerShort:
     few: Callable[[], LowerAlike]
     more: Callable[[], LowerAlike]
     period: int
-    _same: dict[Kind, bool] = field(default_factory=dict)
+    _same: set[Kind] = field(default_factory=set)
+    _differ: set[tuple[Kind, Kind]] = field(default_factory=set)
     _next: dict[Strategy, TrainGraph] = field(default_factory=dict)
 
     def __call__(self, strategy: Strategy, whole: bool) -> TrainGraph:
@@ -47,17 +48,17 @@ class LowerShort:
         if whole:
             return self._next.pop(strategy, None) or self.more()(strategy)
         kinds = kinds_of(strategy)
-        if not all(self._same.get(kind, True) for kind in kinds):
+        if kinds in self._differ:
             return self.few()(strategy)
         found, more = self.more().with_another(strategy, lambda graph: shortened(graph, self.period))
         self._next = {strategy: more}
-        if found is not None and all(kind in self._same for kind in kinds):
+        if found is not None and self._same.issuperset(kinds):
             return found
         lowered = self.few()(strategy)
-        same = found is not None and is_same_program(found, lowered)
-        for kind in kinds:
-            if not same or kind not in self._same:
-                self._same[kind] = same
+        if found is not None and is_same_program(found, lowered):
+            self._same.update(kinds)
+        else:
+            self._differ.add(kinds)
         return lowered
 
 
@@ -161,20 +162,24 @@ class _Shortened:
             passes=list(graph.passes),
         )
 
-    def _new(self, fqn: str) -> str:
-        return self.names.moved(fqn, -1) if self.names.place(fqn) == LAST else fqn
+    def _new(self, fqn: str, of_last: bool = True) -> str:
+        """The name of what is called so; `of_last`: by the last period, whose neighbour is the first one now."""
+        place = self.names.place(fqn)
+        return self.names.moved(fqn, -1) if place == LAST or (of_last and place == MIDDLE) else fqn
 
     def _moved(self, one: Any) -> Any:
         return replace(one, fqn=self._new(one.fqn))
 
     def _named(self, node: fx.Node) -> dict[str, Any]:
-        """The metadata of a node that is kept."""
-        meta = dict(node.meta)
+        """The metadata of a node that is kept. What the first period says of the middle one holds of the last one,
+        which gets its name.
+        """
+        meta, of_last = dict(node.meta), self.places[node] == LAST
         for key in _NAMING:
             if isinstance(meta.get(key), str):
-                meta[key] = self._new(meta[key])
+                meta[key] = self._new(meta[key], of_last)
         if isinstance(meta.get("bucket"), str):
-            meta["bucket"] = "/".join(map(self._new, meta["bucket"].split("/")))
+            meta["bucket"] = "/".join(self._new(name, of_last) for name in meta["bucket"].split("/"))
         return meta
 
     def _of_results(self, output: fx.Node) -> dict[str, Any]:

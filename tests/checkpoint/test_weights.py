@@ -96,6 +96,9 @@ def test_there_and_back(tmp_path, kind):
         assert not about["unexpected_keys"]
         for (name, one), other in zip(truth.named_parameters(), found.parameters(), strict=True):
             assert torch.allclose(one, other, rtol=1e-5, atol=1e-6), (folder.name, name)
+        with torch.no_grad():
+            one, other = (model.eval()(sequences()[0][None]).logits for model in (truth, found))
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6), folder.name
     assert len(list((tmp_path / "trained").glob("*.safetensors"))) > 1
 
 

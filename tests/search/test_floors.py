@@ -28,7 +28,7 @@ def with_floor(shape: str, level: int) -> tuple[Priced, Priced]:
     """A strategy that saves memory, of a pipeline as it is guessed, and what it takes at least."""
     strategy = with_savings(Strategy.parse(shape), level)
     flat = lowered(without_stages(strategy))
-    floor = FLOORS.least(lowered(without_stages(Strategy.parse(shape))), flat.strategy)
+    floor = FLOORS.least(lowered(without_stages(Strategy.parse(shape))), flat.strategy, whole_loss=True)
     if strategy.pipeline_size == 1:
         return flat, floor
     return StagedGuess(strategy, CLUSTER, ANCHORS, flat), StagedGuess(strategy, CLUSTER, ANCHORS, floor)

@@ -87,9 +87,11 @@ def test_it_does_not_wait(seconds, changes):
 
 
 def test_plans_are_those_of_a_search_that_puts_nothing_off(monkeypatch):
-    rows = shallow("stack", LAYERS)
-    given = replace(PROBLEM, shapes=tuple(shapes(8, 4, 2)), memory_bytes=8 << 20)
-    known = KnownModel(rows.lower, rows.outlines, CLUSTER, rows.depth, ANCHORS)
+    """A device holds the longest sequence without saving memory, and no mini-batch."""
+    rows, cluster = shallow("stack", LAYERS), CLUSTER.with_nodes(2, 2)
+    known = KnownModel(rows.lower, rows.outlines, cluster, rows.depth, ANCHORS)
+    held = known.candidate(Strategy.parse("dp4"), print).memory(LONGEST).peak_bytes
+    given = replace(PROBLEM, shapes=tuple(shapes(4, 2, 1)), cluster=cluster, memory_bytes=held)
     found = find_plan_of(given, known)
     monkeypatch.setattr(PutOff, "put_off", lambda *_: False)
     whole = find_plan_of(given, known)

@@ -11,22 +11,36 @@ from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.node_meta import fqn_of
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import LowerAlike, default_passes
+from fxpar.models import load
+from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.search.deepened import deepened
 from fxpar.search.shortened import LowerShort, is_same_program, layers_alike, shortened
-from tests.captured import llama
+from fxpar.tracer import capture
 
-TEXTS = (
-    "dp2.cp2.tp2+sp+zero3+remat",
-    "cp2.tp2+sp+remat(selective|redo_comm)+chunks(2)",
+TEXTS = ("dp2.cp2.tp4+sp+zero3+remat", "cp2.tp4+sp+remat(selective|redo_comm)+chunks(2)")
+MORE = (
     "dp2.tp4+sp+zero3+remat(selective)+offload(0.5)",
+    "dp4",
+    "tp2+sp",
+    "cp4+zero3",
+    "dp2.cp2+remat",
+    "dp8+zero3+remat+chunks(2)",
+    "ring2.tp2+sp+zero3",
 )
-MORE = ("dp4", "tp2+sp", "cp4+zero3", "dp2.cp2+remat", "dp8+zero3+remat+chunks(2)", "ring2.tp2+sp+zero3")
 TWICE = Strategy.parse("dp2.tp2+sp")
 
 
 @functools.cache
+def rows():
+    """Three layers, as wide as it takes for gradients to be gathered where they are read."""
+    options = {"layers": "3", "dim": "1024", "heads": "16", "kv_heads": "16", "ffn": "2816", "vocab": "1024"}
+    model = load("llama", options=options, device="meta")
+    return packed_if_proved(capture(model.model, model.loss_fn, model.example_batch))[0]
+
+
+@functools.cache
 def alike(layers: int) -> LowerAlike:
-    return LowerAlike(llama(layers=layers).graph, default_passes(for_store=True))
+    return LowerAlike(rows() if layers == 3 else deepened(rows(), layers), default_passes(for_store=True))
 
 
 def with_middle_left_out(text: str, few: int, more: int):
@@ -44,10 +58,8 @@ def test_it_is_what_lowering_gives(text):
 
 
 def test_a_period_may_have_several_layers():
-    six = LowerAlike(deepened(llama(layers=3).graph, 6), default_passes(for_store=True))
-    found, _ = six.with_another(TWICE, lambda graph: shortened(graph, 2))
-    four = LowerAlike(deepened(llama(layers=3).graph, 4), default_passes(for_store=True))
-    assert is_same_program(found, four(TWICE))
+    found, _ = alike(6).with_another(TWICE, lambda graph: shortened(graph, 2))
+    assert is_same_program(found, alike(4)(TWICE))
 
 
 def test_what_no_end_has_is_not_left_out():
