@@ -36,7 +36,7 @@ def model_teams(
     cluster = of_ranks(found_cluster, request.devices)
     memory = request.memory_bytes or memory_of(cluster)
     if memory is None:
-        raise RoundCostError(request.priced_by, "it does not say what a device holds", "Say it with --memory 80GB")
+        raise RoundCostError(request.priced_by, "it does not say how much memory a device has", "Add --memory 80GB")
     _, token_axis, *_ = ROLE_AXES
     asked = Strategy.parse(request.strategy or f"{token_axis}{request.devices}+zero3", world=request.devices)
     replicas_of_ranks(asked, degrees)

@@ -211,7 +211,7 @@ class TaskGraphError(FxparError):
     """A value of a MetaOp, an edge or a description of devices that cannot be. `where` names it, and its file."""
 
     def __init__(self, where: str, why: str, do: str) -> None:
-        super().__init__(f"{one_line(where, 200)}: {why}. {do}")
+        super().__init__(f"{one_line(where, 200)}: {why}{'' if why.endswith('?') else '.'} {do}")
 
 
 class TasksFileError(FxparError):

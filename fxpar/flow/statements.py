@@ -57,7 +57,7 @@ def attention(call: FlowCall) -> Flows | None:
             return row(call.node, "is told documents that the model makes")
         call.at("documents")
     elif not args[5] and not numbered:
-        return row(call.node, "lets tokens see the ones behind them")
+        return row(call.node, "lets tokens see later ones")
     return (Flow(dims=rows),) * 2
 
 

@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -69,7 +70,9 @@ def call(spec: str, function: Callable[..., Any], arguments: dict[str, Any], dev
     """
     for place in ("meta", "cpu") if device == "meta" else ("cpu",):
         try:
-            with torch.random.fork_rng(devices=[]), torch.device(place):
+            with torch.random.fork_rng(devices=[]), torch.device(place), warnings.catch_warnings():
+                # On "meta" nothing is loaded, and torch says so once for each parameter.
+                warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter .* to a meta parameter")
                 torch.manual_seed(seed)
                 return function(**arguments)
         except Exception as error:

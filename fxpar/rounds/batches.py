@@ -27,7 +27,7 @@ def batches_of(lengths: np.ndarray, numbers: range, size: int, longest: int, dev
     """
     text, there = f"{numbers.start}:{numbers.stop}", -(-len(lengths) // size)
     if not numbers:
-        raise BatchRangeError(text, "there is none from the first to the end", "Write such as 0:10")
+        raise BatchRangeError(text, "the range is empty", "Write FIRST:END, such as 0:10")
     if numbers[-1] >= there:
         why = f"{len(lengths):,} lengths make {there:,} batches of {size:,}"
         raise BatchRangeError(text, why, f"Write at most 0:{there}")

@@ -146,8 +146,10 @@ def parse_plan(text: str, path: str) -> Plan:
     except ValueError as error:
         raise PlanFileError(path, str(error)) from error
     if isinstance(data.get("model"), dict):
-        why = "it is the configuration of a run, and no plan"
-        raise PlanFileError(path, why, "Write the name of its model in its place, with options as --set KEY=VALUE")
+        why = "it is the configuration of a run, not a plan"
+        raise PlanFileError(
+            path, why, "Name a file that fxpar plan -o has written, or, to draw it, the model of the run"
+        )
     version = data.pop("fxpar_plan", None)
     if version != VERSION or isinstance(version, bool):  # True is 1
         raise PlanFileError(path, f"it does not begin with fxpar_plan = {VERSION}", "Write one with `fxpar plan -o`")

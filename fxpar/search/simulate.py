@@ -32,8 +32,8 @@ class Named:
         name = split_outside(text, ":")[0]
         colon, limit = text[len(name) : len(name) + 1], text[len(name) + 1 :]
         if colon and not (limit.isascii() and limit.isdigit() and len(limit) < 20 and 1 <= int(limit) <= LONGEST):
-            why = f"write a number of tokens from 1 to {LONGEST:,} behind the colon, such as {name}:4096"
-            raise PlanOptionError("--set", text, why)
+            why = f"write a number of tokens from 1 to {LONGEST:,} after the colon, such as {name}:4096"
+            raise PlanOptionError("--strategy", text, why)
         return cls(Strategy.parse(name), int(limit) if colon else None)
 
 
@@ -80,7 +80,7 @@ def simulate(
         one.anchors = anchors
         if one.multiple > 1:
             why = f"it takes only lengths that are multiples of {one.multiple}; prepare such lengths, or leave it out"
-            raise PlanOptionError("--set", one.name, why)
+            raise PlanOptionError("--strategy", one.name, why)
     pricer = replace(pricer, optimizer_s=optimizer_s(found[0], pricer.cluster))
     alone = ((one.name, pricer.price([(longest, one)], settle=True)) for one in found)
     statics = {name: priced for name, priced in alone if priced is not None}
@@ -105,12 +105,12 @@ def _checked(named: Sequence[Named], longest: int) -> list[Named]:
         return list(named)
     if len(limits) < len(named) - 1:
         why = "give each strategy a limit, or none of them; the one for the longest sequences may go without"
-        raise PlanOptionError("--set", _written(named), why)
+        raise PlanOptionError("--strategy", _written(named), why)
     if len(set(limits)) < len(limits):
-        raise PlanOptionError("--set", _written(named), "two strategies have the same limit; give each its own")
+        raise PlanOptionError("--strategy", _written(named), "two strategies have the same limit; give each its own")
     if len(limits) == len(named) and max(limits) < longest:
         why = f"sequences have up to {longest} tokens; raise the largest limit to that, or leave it out"
-        raise PlanOptionError("--set", _written(named), why)
+        raise PlanOptionError("--strategy", _written(named), why)
     return sorted(named, key=lambda one: one.limit or max(longest, *limits) + 1)
 
 

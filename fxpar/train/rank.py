@@ -259,7 +259,8 @@ def _chosen(job: Job, prepared: Prepared, place: ThisRank) -> Job:
 def _introduce(session: TrainSession, prepared: Prepared, place: ThisRank) -> None:
     """What is about to be trained, and how long its sequences are."""
     config = session.config
-    place.say(f"{config.model.name}, {session.size()}, on {place.world} ranks ({place.device.type})")
+    ranks = f"{place.world} rank{'s' * (place.world > 1)}"
+    place.say(f"{config.model.name}, {session.size()}, on {ranks} ({place.device.type})")
     if isinstance(session.loader, TaskLoader):
         for line in session.loader.lines():
             place.say(line)

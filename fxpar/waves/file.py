@@ -70,7 +70,7 @@ def case_of(name: str) -> TaskFile:
     """The published one of this name. Raises TaskGraphError."""
     if name not in CASES:
         hint = nearest(name, CASES) or f"; there are {', '.join(CASES)}"
-        raise TaskGraphError(f"case {name!r}", f"there is none of this name{hint}", "Or name a JSON file")
+        raise TaskGraphError(f"case {name!r}", f"there is no such case{hint}", "Or name a JSON file")
     return TaskFile(CASES[name])
 
 

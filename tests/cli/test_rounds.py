@@ -121,7 +121,7 @@ def test_a_file_of_constants_and_degrees_of_its_own(lengths, tmp_path, capsys):
     [
         ({"max_length": None, "batches": "1:2", "memory": "14GiB"}, SequenceFitsNoTeamError, "needs about"),
         ({"batches": "0:4"}, BatchRangeError, "100 lengths make 3 batches of 40. Write at most 0:3"),
-        ({"batches": "2:2"}, BatchRangeError, "there is none from the first to the end"),
+        ({"batches": "2:2"}, BatchRangeError, "the range is empty. Write FIRST:END"),
         ({"max_length": 10}, BatchRangeError, "no sequence of batch 0 has at most 10 tokens"),
         ({"min_degree": 32}, DegreeError, "degree 32: no team of so many ranks is left on 16 devices"),
         ({"degrees": "1,3"}, DegreeError, "degree 3: it does not divide the 64 heads"),

@@ -79,7 +79,7 @@ def test_the_plan_as_json(file, tmp_path, capsys):
     [
         (("plan", 4, "no.json"), TaskGraphError, r"no\.json': it cannot be read: No such file or directory"),
         (("plan", 4, "no.toml"), TasksFileError, r"no\.toml': it cannot be read: No such file or directory"),
-        (("plan", 4, "", "clip-11"), TaskGraphError, "there is none of this name"),
+        (("plan", 4, "", "clip-11"), TaskGraphError, "there is no such case"),
         (("plan", 4, "", "clip-4", 8, None, "no/such/folder.json"), OutputError, "folder"),
         (("plan", 4, "", "clip-4", 8, None, None, "run.toml"), TasksFileError, "'clip-4': it says nothing of data"),
     ],
@@ -358,6 +358,4 @@ def test_the_configuration_of_a_run_is_planned(of_model, capsys):
         ("run.toml", "Write FILE.py:FUNC"),
     ):
         assert told in fxpar("memory", file, "-s", "dp1")[2]
-    assert (
-        "it is the configuration of a run, and no plan. Write the name" in fxpar("viz", "one.toml", "-o", "x.html")[2]
-    )
+    assert "it is the configuration of a run, not a plan. Name a file" in fxpar("viz", "one.toml", "-o", "x.html")[2]

@@ -31,6 +31,12 @@ PHRASES = {
     "usual figures": "typical figures",
     "what is refused": "not supported",
     "is to be": "should be",
+    "told of": "reported",
+    "is told at": "is reported at",
+    "begin anew": "start again",
+    "begins anew": "start again",
+    "given anew": "given again",
+    "in the mean ": "on average",
 }
 # Records keep the words of their day; the other page is made of messages.
 AS_WRITTEN = {"decisions.md", "model_types.md"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+import warnings
 
 import pytest
 import torch
@@ -40,6 +41,11 @@ GOOD = """
     def only_on_cpu():
         float(torch.ones(1))
         return make()
+
+    def loading():
+        model = nn.Linear(2, 4)
+        model.load_state_dict({"weight": torch.ones(4, 2, device="cpu"), "bias": torch.ones(4, device="cpu")})
+        return (model, *make()[1:])
 
     def nothing(): return None
     def no_module(): return 3, loss, {"x": torch.ones(1)}
@@ -83,6 +89,13 @@ def test_meta_allocates_nothing(file):
     loaded = load(f"{file}:make", device="meta")
     assert loaded.model.weight.is_meta
     assert not loaded.example_batch["x"].is_meta
+
+
+def test_a_function_that_loads_weights_is_not_warned_of_without_values(file):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(f"{file}:loading", device="meta").model.weight.is_meta
+    assert load(f"{file}:loading").model.weight.sum() == 8
 
 
 def test_function_that_needs_values_is_called_again_without_meta(file):

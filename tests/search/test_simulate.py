@@ -64,9 +64,9 @@ def test_a_strategy_with_its_limit():
         (["dp2:many"], "write a number of tokens"),
         (["dp2:0"], "write a number of tokens"),
         (["dp2:" + 400 * "9"], "write a number of tokens from 1 to 1,073,741,824"),
-        (["dp2", "cp2", "tp2+sp:64"], r"--set = dp2,cp2,tp2\+sp:64: give each strategy a limit, or none"),
+        (["dp2", "cp2", "tp2+sp:64"], r"--strategy = dp2,cp2,tp2\+sp:64: give each strategy a limit, or none"),
         (["dp2:64", "cp2:64"], "same limit"),
-        (["dp2:64", "cp2:128"], "--set = dp2:64,cp2:128: sequences have up to 512 tokens"),
+        (["dp2:64", "cp2:128"], "--strategy = dp2:64,cp2:128: sequences have up to 512 tokens"),
     ],
 )
 def test_limits_that_do_not_fit_together(texts, why):

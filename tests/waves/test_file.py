@@ -65,5 +65,7 @@ def test_files_that_cannot_be(tmp_path, data, message):
 def test_no_file_and_no_case(tmp_path):
     with pytest.raises(TaskGraphError, match="it cannot be read"):
         read_tasks(str(tmp_path / "none.json"))
-    with pytest.raises(TaskGraphError, match="case 'clip-5': there is none of this name; did you mean"):
+    with pytest.raises(
+        TaskGraphError, match=r"case 'clip-5': there is no such case; did you mean 'clip-\d'\? Or name a JSON file$"
+    ):
         case_of("clip-5")
