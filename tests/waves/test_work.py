@@ -26,6 +26,8 @@ from tests.waves.plain import metaop
         ({"layer_ms": {2: "fast"}}, r"layer_ms.2: 'fast' is no time"),
         ({"output_bytes": -1}, "output_bytes: -1 is no number of bytes"),
         ({"saved_bytes": math.inf}, "saved_bytes: inf is no number of bytes"),
+        ({"gradient_bytes": -1}, "gradient_bytes: -1 is no number of bytes"),
+        ({"gradient_bytes": ""}, "gradient_bytes: '' is no number of bytes"),
     ],
 )
 def test_metaops_that_cannot_be(changed, message):
