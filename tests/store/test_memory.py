@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fxpar.errors import MemoryBudgetError
-from fxpar.store.memory import MemoryReport, choose_resident
+from fxpar.ir.strategy import Strategy
+from fxpar.lowering import lower
+from fxpar.store import home_layout, specs_of
+from fxpar.store.memory import MemoryReport, choose_resident, memory_report
+from tests.captured import llama
 
 
 def report(arena_bytes: int) -> MemoryReport:
@@ -66,3 +72,19 @@ def test_a_budget_that_is_missed_by_little_is_told_to_the_byte():
 def test_what_fits_in_no_way_says_the_least():
     with pytest.raises(MemoryBudgetError, match="13 B"):
         choose_resident({"dp2": None, "cp2": None}, of_set, lambda kept: 0.0, 12, True)
+
+
+def test_gradients_of_tasks_that_share_a_rank_are_held_together():
+    """Rank 1 runs two of three on parts of four ranks; a task on all ranks is alone."""
+    logical = llama(layers=1).graph
+    strategies = {"a": ("dp2", 0), "b": ("dp2", 1), "c": ("dp1", 3), "all": ("dp4", 0)}
+    programs = {
+        name: lower(logical, replace(Strategy.parse(text), offset=offset), for_store=True)
+        for name, (text, offset) in strategies.items()
+    }
+    home = home_layout(specs_of(programs.values()), 4)
+    one, two, joined = (
+        memory_report(programs, home, [rank], joined=way).gradient_bytes
+        for rank, way in ((1, False), (3, True), (1, True))
+    )
+    assert (two, joined) == (one, 2 * one)

@@ -26,6 +26,8 @@ from tests.waves.plain import metaop
         ({"layer_ms": {2: "fast"}}, r"layer_ms.2: 'fast' is not a time"),
         ({"output_bytes": -1}, "output_bytes: -1 is not a number of bytes"),
         ({"saved_bytes": math.inf}, "saved_bytes: inf is not a number of bytes"),
+        ({"gradient_bytes": -1}, "gradient_bytes: -1 is not a number of bytes"),
+        ({"gradient_bytes": ""}, "gradient_bytes: '' is not a number of bytes"),
     ],
 )
 def test_metaops_that_cannot_be(changed, message):
