@@ -287,7 +287,7 @@ class _Search:
         beside = self.pricer.cluster.sustained.overlap_slowdown is not None
         for strategy in dict.fromkeys(one.strategy for _, one in chosen):
             settled = chosen
-            for other in (self.known.candidate(text, self.said) for text in also_tried(strategy, offload=beside)):
+            for other in (self.known.candidate(text, self.said) for text in also_tried(strategy, beside)):
                 if other is None:
                     continue
                 share = self._best_share(strategy, other, settled, best.predicted_s)
