@@ -340,7 +340,6 @@ AT_NIGHT: dict[str, tuple[str, ...]] = {
         "test_layers_that_save_are_found_by_their_programs",  # test_a_mixture_takes_what_its_layers_take
         "test_bins_have_room_where_the_head_runs_in_chunks",  # test_the_head_may_run_in_chunks, by position
     ),
-    "search/test_put_off.py": ("test_plans_are_those_of_a_search_that_puts_nothing_off",),
     "search/test_shortened.py": (
         "test_a_period_may_have_several_layers",
         "test_it_is_what_lowering_gives[cp4+zero3]",

@@ -76,11 +76,6 @@ def node_costs(program: Program, cluster: ClusterSpec, *, parts: Mapping[str, Pa
     return [cost for name, part in parts.items() for cost in walk.part(name, part)]
 
 
-def collective_s(program: Program, cluster: ClusterSpec, kind: str, axis: str, sent: TensorMeta) -> Polynomial:
-    """Seconds of a collective over the mesh of a program that puts `sent` in, whether the program has it or not."""
-    return _Walk(program, cluster).link_costs(kind, axis, sent)[0]
-
-
 def busy_s(node: fx.Node, shape: SizesOf, cluster: ClusterSpec) -> Fraction:
     """Seconds that one call keeps the device or a link inside a node busy, at these sizes; 0 for a view. Launch and
     latency are left out: they say how a call is made, not what it does. What an op goes over several times counts once.
@@ -147,7 +142,7 @@ class _Walk:
     def _collective(self, part: str, node: fx.Node, kind: str) -> NodeCost:
         axis, sent = comm_of(node)
         if (kind, axis, sent) not in self._links:
-            self._links[kind, axis, sent] = self.link_costs(kind, axis, sent)
+            self._links[kind, axis, sent] = self._link_costs(kind, axis, sent)
         seconds, nbytes = self._links[kind, axis, sent]
         return NodeCost(
             part,
@@ -162,7 +157,7 @@ class _Walk:
             seconds,
         )
 
-    def link_costs(self, kind: str, axis: str, sent: TensorMeta) -> tuple[Polynomial, Polynomial]:
+    def _link_costs(self, kind: str, axis: str, sent: TensorMeta) -> tuple[Polynomial, Polynomial]:
         """Seconds, and bytes that a rank sends."""
         mesh, degree = self.program.mesh, self.program.strategy.mesh.degree(axis)
         loads = (exchange if kind == "all_to_all" else ring)(mesh, axis, self.cluster)

@@ -2,8 +2,8 @@
 
 shapes       every degree of dp, pp, cp, tp of the world; each lowered once
 savings      what saves memory (remat, ZeRO-3, chunks of the loss where logits are the peak) is lowered for the lengths
-             that a shape does not hold without, unless others are faster there than this one could be even with all
-             memory in the world, or take less than this level at least, see `fxpar.search.put_off`
+             that a shape does not hold without, unless some other shape is faster there than this one could be even
+             with all memory in the world
 sets         dynamic programming over the limits of groups; the best guesses are planned on sample mini-batches
              with their switches and reductions, until no other set can be faster
 pipelines    those of the best sets are tried under zb_h1, which waits less and keeps more, and with a whole loss
@@ -38,7 +38,6 @@ from fxpar.search.price import Lower, Priced, optimizer_s
 from fxpar.search.pricing import PricedSet, SetPricer, different, guessed_border_s
 from fxpar.search.problem import Found, Problem
 from fxpar.search.proposals import Chosen
-from fxpar.search.put_off import PutOff, Tried
 from fxpar.search.rounds import Rounds, best_rounds
 from fxpar.search.ruled import RuleSearch
 from fxpar.search.sets import Groups, RankedSet, ranked_sets
@@ -96,7 +95,6 @@ class _Search:
             problem.overlap,
             switches=self.known.switches,
         )
-        self.later = PutOff(problem, self.known, self.pricer, self.intervals, self.said)
         self.chunked = ChunkSearch(self.known, self.pricer, problem.longest, self.said)
 
     # ------------------------------------------------------------------------------------------------ candidates
@@ -105,7 +103,7 @@ class _Search:
         left = [(shape, 0) for shape in self.problem.shapes]
         while left:
             following = [self._add(*one) for one in left]
-            left = [one for found in following if found is not None and (one := self._worth(*found))]
+            left = [one for one in following if one is not None and self._may_help(one[0])]
         if not self.candidates:
             raise NoCandidateError(f"{name}: {why}" for name, why in self.known.refused.items())
         if not self.problem.teams:
@@ -115,7 +113,7 @@ class _Search:
             self.seconds.append(least)
             self.least = np.minimum(self.least, least)
 
-    def _add(self, shape: Strategy, level: int) -> Tried | None:
+    def _add(self, shape: Strategy, level: int) -> tuple[Strategy, int] | None:
         """Lower a strategy, if it is one; what to try next of a shape that may need more savings."""
         strategy = with_savings(shape, level)
         more = (replace(shape, chunks=1), level + 1) if level + 1 < len(SAVINGS) else None
@@ -143,14 +141,6 @@ class _Search:
             return None
         flat = self.known.candidate(without_stages(strategy), self.said)
         return None if flat is None else StagedGuess(strategy, self.problem.cluster, self.known.anchors, flat)
-
-    def _worth(self, shape: Strategy, level: int) -> Tried | None:
-        """The shape with the first of the levels, from this one on, that is not put off."""
-        tried = [(shape if one == level else replace(shape, chunks=1), one) for one in range(level, len(SAVINGS))]
-        if not self._may_help(shape):
-            return None
-        known = self.candidates, self.seconds, self.least
-        return next((one for one in tried if not self.later.put_off(one, *known)), None)
 
     def _may_help(self, shape: Strategy) -> bool:
         """Whether a shape that saves memory could be fastest for some lengths of some mini-batch: at best it is as fast
@@ -181,7 +171,7 @@ class _Search:
             uniform_bound_s=min(bound + self.pricer.optimizer_s, self.uniform_s),
             uniform_s=self.uniform_s,
             evaluated=len(self.candidates),
-            pruned=self.pruned + len(self.later.waiting),
+            pruned=self.pruned,
             planned_sets=sum(one is not None for one in self.priced.values()),
             refused=dict(self.known.refused),
             search_cpu_s=time.process_time() - begun,
@@ -250,9 +240,6 @@ class _Search:
         was thought, or takes longer with the tokens that it holds. Raises SequenceFitsNowhereError.
         """
         while True:
-            while due := self.later.due(self.candidates, self.seconds):
-                for one in due:
-                    self._add(*one)
             static = self._best(self._ranked(1), 1)[0]
             found = [static, *self._best(self._ranked(self.problem.max_strategies), self.problem.keep)]
             if self.problem.teams:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,8 @@ def rows():
 
 @functools.cache
 def alike(layers: int) -> LowerAlike:
-    return LowerAlike(rows() if layers == 3 else deepened(rows(), layers), default_passes(for_store=True))
+    graph: Any = rows() if layers == 3 else deepened(rows(), layers)
+    return LowerAlike(graph, default_passes(for_store=True))
 
 
 def with_middle_left_out(text: str, few: int, more: int):
@@ -58,7 +60,7 @@ def test_it_is_what_lowering_gives(text):
 
 
 def test_a_period_may_have_several_layers():
-    found, _ = alike(6).with_another(TWICE, lambda graph: shortened(graph, 2))
+    found: Any = alike(6).with_another(TWICE, lambda graph: shortened(graph, 2))[0]
     assert is_same_program(found, alike(4)(TWICE))
 
 
@@ -94,7 +96,8 @@ class Counted:
 
 
 def test_one_of_each_kind_is_lowered_both_ways():
-    few, more = Counted(2), Counted(3)
+    few: Any = Counted(2)
+    more: Any = Counted(3)
     short = LowerShort(lambda: few, lambda: more, 1)
     texts = ("dp2.tp2+sp", "dp4.tp2+sp", "dp4.tp2+sp+zero3", "dp2.tp2+sp+zero3", "cp2")
     for text in map(Strategy.parse, texts):
@@ -105,7 +108,8 @@ def test_one_of_each_kind_is_lowered_both_ways():
 
 
 def test_a_kind_that_is_otherwise_is_lowered():
-    few, more = Counted(2, another=True), Counted(3)
+    few: Any = Counted(2, another=True)
+    more: Any = Counted(3)
     short = LowerShort(lambda: few, lambda: more, 1)
     for _ in range(2):
         assert short(TWICE, whole=False).notes == ("of another model",)
