@@ -27,7 +27,7 @@ from typing import ClassVar, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from fxpar.errors import StageParamError, StorageError
+from fxpar.errors import PassContractError, StageParamError, StorageError
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.pass_base import Tier
@@ -165,6 +165,21 @@ class ShareWeights:
             for dtype, count in sizes.items():
                 numel["arena", dtype] = max(numel.get(("arena", dtype), 0), count)
         return SharedStorage(numel, views, keep)
+
+
+def laid_out(
+    sharing: StoragePass, programs: Mapping[str, Program], rank: int, resident: Collection[str] | None = None
+) -> SharedStorage:
+    """What a pass lays out; of any but fxpar's own, a subclass of it too, it is checked first. Raises StorageError,
+    PassContractError for what is no storage.
+    """
+    storage: object = sharing.lay_out(programs, rank, resident)
+    if not isinstance(storage, SharedStorage):
+        why = f"lay_out returns a SharedStorage of buffers and views, no {type(storage).__name__}"
+        raise PassContractError(sharing.name, why)
+    if type(sharing) is not ShareWeights:
+        check_storage(sharing.name, programs, rank, programs if resident is None else resident, storage)
+    return storage
 
 
 def check_storage(

@@ -170,10 +170,14 @@ class StorageError(FxparError):
     """What a pass of the user's has laid out is no storage for the weights of all strategies."""
 
     def __init__(self, name: str, fqn: str, strategy: str, rank: int, why: str) -> None:
+        self._given = name, fqn, strategy, rank, why
         super().__init__(
             f"pass {name!r}: {fqn} of '{strategy}' on rank {rank}: {why}. Give each parameter of a strategy a view of "
             "its own, or inside of the view of another strategy that has this piece of the parameter and more"
         )
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(self), self._given
 
 
 # ------------------------------------------------------------------------------------------------------------- ops

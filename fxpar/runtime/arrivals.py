@@ -16,7 +16,7 @@ from fxpar.ir.pipeline_graph import PipelineGraph, side_by_side
 
 
 class Arrivals:
-    """The pieces of one transfer, by name. One thread says what `came`, within a block `coming`; another one waits."""
+    """The pieces of one transfer, by name. One thread says what `came`, within a block `coming`; others wait."""
 
     def __init__(self) -> None:
         self.waited_s = 0.0  # by the thread that waits
@@ -24,12 +24,12 @@ class Arrivals:
         self._ended = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-        self._awaited: Callable[[], bool] | None = None  # what the thread that waits needs
+        self._awaited: list[Callable[[], bool]] = []  # what threads that wait need
 
     def came(self, fqns: Collection[str]) -> None:
         with self._changed:
             self._here.update(fqns)
-            if self._awaited is not None and self._awaited():  # waking it for each piece costs more than the piece
+            if any(is_there() for is_there in self._awaited):  # waking them for each piece costs more than the piece
                 self._changed.notify_all()
 
     @contextmanager
@@ -64,9 +64,9 @@ class Arrivals:
     def _wait_until(self, is_there: Callable[[], bool]) -> None:
         begun = time.perf_counter()
         with self._changed:
-            self._awaited = is_there
+            self._awaited.append(is_there)
             self._changed.wait_for(lambda: self._ended or is_there())
-            self._awaited = None
+            self._awaited.remove(is_there)
         self.waited_s += time.perf_counter() - begun
         if self._error is not None and not is_there():
             raise self._error

@@ -238,7 +238,10 @@ def sharing_of_all(compiled: Sequence[CompiledModel]) -> StoragePass:
     first, *others = (one.sharing for one in compiled)
     for other in others:
         if other != first:
-            why = f"it lays out the weights of a task, and {first!r} those of another one; all tasks have one storage"
+            why = (
+                f"it lays out the weights of a task, and {first!r} those of another one; all tasks have one storage. "
+                "Of a frozen dataclass two with equal options are equal"
+            )
             raise PassContractError(repr(other), why)
     return first
 

@@ -13,11 +13,11 @@ from fxpar.batching import LengthGroup
 from fxpar.batching.borders import overlap_pays
 from fxpar.batching.lengths import LengthLimits
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import OrderError, nearest
+from fxpar.errors import OrderError, StorageError, nearest
 from fxpar.ir.graph import Input
 from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 from fxpar.memory import Conditions, predict_memory, steady_micro_batches
-from fxpar.passes.share_weights import ShareWeights, StoragePass, check_storage
+from fxpar.passes.share_weights import StoragePass, laid_out
 from fxpar.runtime.options import ParallelizeOptions
 from fxpar.store import (
     MemoryReport,
@@ -70,9 +70,16 @@ def open_storage(
 
     def report(kept: tuple[str, ...], together: bool) -> MemoryReport:
         joined = options.memory_budget_bytes is None and set(kept) == set(programs)
-        mine = memory_report(programs, home, [rank], kept, staging, at_work, together, sharing, joined)
+        mine: MemoryReport | StorageError
+        try:
+            mine = memory_report(programs, home, [rank], kept, staging, at_work, together, sharing, joined)
+        except StorageError as error:  # of one rank: the others would wait for it
+            mine = error
         everyone: list[Any] = [None] * world
         dist.all_gather_object(everyone, mine)
+        for found in everyone:
+            if isinstance(found, StorageError):
+                raise found
         return max(everyone, key=lambda found: found.total_bytes)
 
     schedule = SwitchSchedule(layouts, wire, cluster, options.planner)
@@ -86,9 +93,7 @@ def open_storage(
     else:
         kept, overlap = choose_resident(programs, report, seconds, options.memory_budget_bytes, overlap)
     memory = report(kept, overlap)
-    storage = sharing.lay_out(programs, rank, kept)
-    if not isinstance(sharing, ShareWeights):
-        check_storage(sharing.name, programs, rank, kept, storage)
+    storage = laid_out(sharing, programs, rank, kept)
     if store is not None:
         store.lay_out(programs, storage)
         return store, schedule.keeping(kept), memory, overlap

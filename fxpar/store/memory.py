@@ -12,7 +12,7 @@ from fxpar.errors import MemoryBudgetError
 from fxpar.ir.columns import columns, human_bytes, told_apart
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.mesh import Mesh
-from fxpar.passes.share_weights import ShareWeights, StoragePass
+from fxpar.passes.share_weights import ShareWeights, StoragePass, laid_out
 from fxpar.switch.layout import ParamLayout
 
 
@@ -80,7 +80,7 @@ def memory_report(
     leave together.
     """
     trained = {out.fqn for program in programs.values() for out in program.outputs if out.kind == "grad"}
-    plans = [(sharing or ShareWeights()).lay_out(programs, rank, resident) for rank in ranks]
+    plans = [laid_out(sharing or ShareWeights(), programs, rank, resident) for rank in ranks]
     worst = max(plans, key=lambda plan: plan.nbytes)
     return MemoryReport(
         home_bytes=home.max_bytes(),

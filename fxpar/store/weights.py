@@ -260,7 +260,7 @@ class WeightStore:
                 if fqn in names:
                     param.grad = sibling(param, local)
             elif isinstance(param.grad, DTensor) and param.grad.to_local().data_ptr() != local.data_ptr():
-                local.copy_(param.grad.to_local())
+                local.copy_(param.grad.redistribute(param.device_mesh, param.placements).to_local())
                 param.grad = sibling(param, local)
 
     def scale_gradients(self, factor: float) -> None:

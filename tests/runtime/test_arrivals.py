@@ -171,3 +171,15 @@ def test_what_a_run_has_made_before_its_error_is_still_there():
         whole.came({"a": one})
         whole.came({"a": torch.zeros(2), "b": one})
     assert (whole["a"] is one, "c" in whole, dict(whole).keys()) == (True, False, {"a", "b"})
+
+
+def test_each_of_several_that_wait_is_woken():
+    arrivals = Arrivals()
+    waiting = {fqn: threading.Thread(target=arrivals.wait, args=(fqn,), daemon=True) for fqn in ("first", "second")}
+    for thread in waiting.values():
+        thread.start()
+        time.sleep(0.05)  # both wait before anything comes; were they late, they would not have to
+    for fqn in ("second", "first"):
+        arrivals.came([fqn])
+        waiting[fqn].join(10)
+        assert not waiting[fqn].is_alive(), fqn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -9,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpar.errors import StorageError
+from fxpar.errors import PassContractError, StorageError
 from fxpar.ir.dist_config import AxisShard, DistConfig
 from fxpar.ir.strategy import Strategy
-from fxpar.passes.share_weights import ALIGN_BYTES, ShareWeights, check_storage
+from fxpar.passes.share_weights import ALIGN_BYTES, ShareWeights, check_storage, laid_out
 from tests.repeat import examples
 from tests.store.programs import program, several_programs
 
@@ -159,3 +160,28 @@ def test_a_storage_in_which_weights_are_lost(change, why):
     broken = replace(storage, views={**storage.views, "tp4": views})
     with pytest.raises(StorageError, match=rf"pass 'mine': layers.1.w of 'tp4' on rank 1: .*{why}"):
         check_storage("mine", programs, 1, ("rows", "tp4"), broken)
+
+
+class OnTop(ShareWeights):
+    """All weights at the same place."""
+
+    def lay_out(self, programs, rank, resident=None):
+        storage = super().lay_out(programs, rank, resident)
+        views = {
+            name: {fqn: replace(view, offset=0) for fqn, view in mine.items()} for name, mine in storage.views.items()
+        }
+        return replace(storage, views=views)
+
+
+class Nothing(ShareWeights):
+    def lay_out(self, programs, rank, resident=None):
+        return {}
+
+
+def test_what_a_pass_lays_out_is_checked_whatever_it_is_made_of():
+    programs = {"tp4": weights("tp4", "tp", "")}
+    with pytest.raises(StorageError, match="on rank 1: it lies over") as found:
+        laid_out(OnTop(), programs, 1)
+    assert str(pickle.loads(pickle.dumps(found.value))) == str(found.value)  # told to all ranks
+    with pytest.raises(PassContractError, match="lay_out returns a SharedStorage of buffers and views, no dict"):
+        laid_out(Nothing(), programs, 1)
