@@ -20,7 +20,7 @@ class NotCapturedError(FxparError):
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"{what} is no captured graph. Capture the model first: logical = fxpar.capture(model, loss_fn, batch)"
+            f"{what} is not a captured graph. Capture the model first: logical = fxpar.capture(model, loss_fn, batch)"
         )
 
 

@@ -96,7 +96,7 @@ def test_files(folder):
 
 
 def test_passes_by_name_and_number():
-    first = fxpar("diff", "mlp", "-s", "dp2", "--passes", "cleanup", "14")[1]
+    first = fxpar("diff", "mlp", "-s", "dp2", "--passes", "cleanup", "15")[1]
     assert first.splitlines()[1:3] == ["--- dp2 after cleanup", "+++ dp2 after lower_collectives"]
     before = fxpar("diff", "mlp", "-s", "dp2", "--before", "global_to_local", "--after", "lower_collectives")[1]
     assert before == first

@@ -40,9 +40,9 @@ def test_ladder():
 
 def test_a_model_in_place_of_its_graph():
     for given, what in ((torch.nn.Linear(2, 2), "a Linear"), ("llama", "a str")):
-        with pytest.raises(NotCapturedError, match=rf"^{what} is no captured graph.*fxpar\.capture\(model, loss_fn"):
+        with pytest.raises(NotCapturedError, match=rf"^{what} is not a captured graph.*fxpar\.capture\(model, loss_fn"):
             lower(given, "tp2")
-        with pytest.raises(NotCapturedError, match=f"^{what} is no captured graph"):
+        with pytest.raises(NotCapturedError, match=f"^{what} is not a captured graph"):
             check(given, ["tp2"], {}, {}, [])
 
 

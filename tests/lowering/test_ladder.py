@@ -176,7 +176,7 @@ def twice(name: str, **options) -> list[GraphPass]:
 @pytest.mark.parametrize(
     ("ladder", "message"),
     [
-        (without("insert_reshards"), "pass 'zero_shard' needs operands that lie .*Run insert_reshards before it"),
+        (without("insert_reshards"), "pass 'zero_shard' needs operands that are placed as .*Run insert_reshards"),
         (without("reshard_to_collectives"), "pass 'mask_padding' needs a graph without reshards.*Run reshard_to"),
         (without("global_to_local"), "pass 'ring_attention' needs local shapes.*Run global_to_local before it"),
         (without("lower_collectives"), "pass 'chunk_loss' needs collectives that are calls"),

@@ -236,7 +236,7 @@ def test_shapes_are_known_without_data() -> None:
 
 @pytest.mark.parametrize(
     ("rate", "least", "hashes", "why"),
-    [(0.0, 4, 4, "no budget"), (1.1, 4, 4, "no budget"), (0.2, 3, 4, "no budget"), (0.2, 4, 30, "codes")],
+    [(0.0, 4, 4, "not a budget"), (1.1, 4, 4, "not a budget"), (0.2, 3, 4, "not a budget"), (0.2, 4, 30, "codes")],
 )
 def test_what_is_no_budget_is_refused(rate: float, least: int, hashes: int, why: str) -> None:
     ids = torch.zeros(4, 2, dtype=torch.int64)
