@@ -340,16 +340,6 @@ AT_NIGHT: dict[str, tuple[str, ...]] = {
         "test_layers_that_save_are_found_by_their_programs",  # test_a_mixture_takes_what_its_layers_take
         "test_bins_have_room_where_the_head_runs_in_chunks",  # test_the_head_may_run_in_chunks, by position
     ),
-    "search/test_shortened.py": (
-        "test_a_period_may_have_several_layers",
-        "test_it_is_what_lowering_gives[cp4+zero3]",
-        "test_it_is_what_lowering_gives[dp2.cp2+remat]",
-        "test_it_is_what_lowering_gives[dp2.tp4+sp+zero3+remat(selective)+offload(0.5)]",
-        "test_it_is_what_lowering_gives[dp4]",
-        "test_it_is_what_lowering_gives[dp8+zero3+remat+chunks(2)]",
-        "test_it_is_what_lowering_gives[ring2.tp2+sp+zero3]",
-        "test_it_is_what_lowering_gives[tp2+sp]",
-    ),
     "search/test_simulate_switches.py": (
         "test_fusion_saves_the_latency_of_messages",  # benchmarks/test_simulate_tables.py
     ),

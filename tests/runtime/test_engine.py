@@ -7,7 +7,6 @@ import functools
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
 
 import fxpar
 from fxpar.cost.cluster import ClusterSpec
@@ -257,8 +256,7 @@ def added_up(rank):
     model.train_step(one)
     again = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
     dropped, placed, *_ = model.parameters()
-    dropped.grad = None
-    placed.grad = placed.grad.redistribute(placements=[Replicate()])  # as a user's clipping may leave it
+    dropped.grad, placed.grad = None, placed.grad.redistribute(placements=[torch.distributed.tensor.Replicate()])
     model.train_step(two)
     mixed = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     return both, again, mixed
