@@ -104,9 +104,9 @@ def _predicted(
 
 def _device_bytes(request: MemoryRequest, cluster: ClusterSpec | None) -> int | None:
     """What a device holds: as the option says, else as the cluster does."""
-    if request.device_bytes is not None or cluster is None or cluster.sustained.memory_gb is None:
+    if request.device_bytes is not None or cluster is None:
         return request.device_bytes
-    return int(cluster.sustained.memory_gb * 1e9)
+    return cluster.sustained.memory_bytes
 
 
 def _document(
