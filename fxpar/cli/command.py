@@ -1,0 +1,191 @@
+"""One command, made of its words: its options in the form that typer reads, their values, and the call.
+
+Typer reads values with pydantic, whose import takes longer than all else of a command that needs no torch; options of
+the command line are words, numbers and choices, which are read here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from copy import copy
+from dataclasses import MISSING, dataclass, fields, replace
+from importlib import import_module
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+import typer.main
+from typer.core import TyperArgument, TyperCommand, TyperOption
+
+from fxpar.cli.console import click_error, reporting, working
+from fxpar.cli.options import Debug, GraphSource, Offered
+from fxpar.cli.usage import MISSING_VALUE
+from fxpar.errors import nearest
+
+
+class Command(TyperCommand):
+    """A command whose mistakes know which it is, also those that typer's parser tells nothing of it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click_error() as error:
+            if getattr(error, "ctx", None) is None:
+                error.ctx = ctx  # type: ignore[attr-defined]
+            raise
+
+
+def build_command(name: str, summary: str, words: type, examples: Sequence[str]) -> TyperCommand:
+    """The command `name`: a parameter for each option of `words`, and `--debug`. It calls `run_NAME` of
+    `fxpar.cli.NAME` with the words; False means exit status 1.
+    """
+    options = list(_options(words))
+    if "debug" not in {one.name for one in options}:
+        options.append(_Word("debug", Debug, False))
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    function = reporting(_function(name, words, options))
+    alone.command(name=name, cls=Command, short_help=summary, epilog=_examples(examples))(function)
+    command: Any = typer.main.get_command(alone)
+    hints = {one.name: one.hint for one in options}
+    command.params = [_read_here(param, *get_args(hints[param.name])) for param in command.params]
+    return command
+
+
+@dataclass(frozen=True)
+class _Word:
+    """An option or argument: its name as a parameter, how it is annotated; `negated` where its flag means False."""
+
+    name: str
+    hint: Any
+    default: Any
+    negated: bool = False
+
+
+def _examples(lines: Sequence[str]) -> str:
+    """What stands below the options of a command; `\\b` keeps the lines as they are."""
+    return "\b\n" + "\n".join(["Examples:" if len(lines) > 1 else "Example:", *(f"  {line}" for line in lines)])
+
+
+def _options(words: Any) -> Iterator[_Word]:
+    """All that the words have; options of a graph stand where the graph does."""
+    for one in fields(words):
+        _, said = get_args(one.type)
+        if not isinstance(said, Offered):
+            yield _Word(one.name, one.type, one.default, "negated" in one.metadata)
+            continue
+        for found in _options(GraphSource):
+            if found.name in ("model", "dtype", *said.options.split()):
+                kind, option = get_args(found.hint)
+                if found.name in said.says:
+                    option = copy(option)
+                    option.help = said.says[found.name]
+                default = said.dtype if found.name == "dtype" else found.default
+                default = "" if found.name == "model" and not said.required else default
+                yield replace(found, hint=Annotated[kind, option], default=default)
+
+
+def _parameter(one: _Word) -> inspect.Parameter:
+    """A word in the form that typer reads."""
+    kind, option = get_args(one.hint)
+    hint, default = one.hint, not one.default if one.negated else one.default
+    if get_origin(kind) is tuple and get_args(kind)[-1] is ...:  # repeatable
+        hint, default = Annotated[list[str], option], []
+    default = inspect.Parameter.empty if default is MISSING else default
+    return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=default)
+
+
+def _function(name: str, words: type, options: Sequence[_Word]) -> Callable[..., None]:
+    """What typer makes the command of."""
+
+    def command(**given: Any) -> None:
+        from fxpar.cli.early import check_early
+
+        values: dict[str, Any] = {}
+        for one in options:
+            value = not given[one.name] if one.negated else given[one.name]
+            values[one.name] = tuple(value) if isinstance(value, list) else value
+        own = {key: values.pop(key) for key in words.__dataclass_fields__ if key in values}  # type: ignore[attr-defined]
+        values.pop("debug", None)  # `reporting` has seen it
+        request = words(source=GraphSource(**values), **own) if values else words(**own)
+        check_early(request)
+        if _runner(name)(request) is False:
+            raise typer.Exit(1)
+
+    command.__signature__ = inspect.Signature(list(map(_parameter, options)))  # type: ignore[attr-defined]
+    command.__doc__ = words.__doc__
+    return command
+
+
+def _runner(name: str) -> Callable[[Any], object]:
+    """`run_NAME`. What it imports takes seconds, so whoever waits at a terminal sees that at once."""
+    with working("starting") if "RANK" not in os.environ else nullcontext():
+        return getattr(import_module(f"fxpar.cli.{name}"), f"run_{name}")
+
+
+class _ReadHere:
+    """An option or argument of typer's whose words are read by `read_word`."""
+
+    kind: Any
+    least: float | None
+    most: float | None
+
+    def process_value(self: Any, ctx: Any, value: Any) -> Any:
+        """The value of the words, checked. Raises BadParameter."""
+        many = self.multiple or self.nargs != 1
+        try:
+            if many and value is not None:
+                value = tuple(read_word(one, self.kind, self.least, self.most) for one in value)
+            elif isinstance(value, str):
+                value = read_word(value, self.kind, self.least, self.most)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), ctx=ctx, param=self) from None
+        if value is None and (self.multiple or self.nargs == -1):
+            value = ()
+        if self.required and value in (None, ()):
+            raise typer.BadParameter(MISSING_VALUE, ctx=ctx, param=self)
+        return value if self.callback is None else self.callback(ctx, self, value)
+
+
+class _Option(_ReadHere, TyperOption):
+    multiple: bool
+
+
+class _Argument(_ReadHere, TyperArgument):
+    multiple = False
+
+
+def _read_here(param: Any, kind: Any, option: Any) -> Any:
+    """The same parameter, whose values are of `kind`, within the limits of `option`."""
+    cls = _Argument if isinstance(param, TyperArgument) else _Option
+    made = cls.__new__(cls)
+    vars(made).update(vars(param))
+    if get_origin(kind) in (Union, UnionType):
+        kind = next(each for each in get_args(kind) if each is not type(None))
+    made.kind = get_args(kind)[0] if get_origin(kind) is tuple else kind
+    made.least, made.most = option.min, option.max
+    return made
+
+
+def read_word(text: str, kind: Any, least: float | None = None, most: float | None = None) -> Any:
+    """A word of the command line as text, number or one of several words (`kind`: a Literal). Raises ValueError with
+    what it must be.
+    """
+    if get_origin(kind) is Literal:
+        known = get_args(kind)
+        if text not in known:
+            raise ValueError(f"{text!r} is not one of {', '.join(map(repr, known))}{nearest(text, known)}")
+        return text
+    if kind not in (int, float):
+        return text
+    try:
+        number = kind(text)
+    except ValueError:
+        raise ValueError(f"{text!r} must be a {'whole ' if kind is int else ''}number") from None
+    if least is not None and not number >= least:
+        raise ValueError(f"{text!r} must be {least} or more")
+    if most is not None and not number <= most:
+        raise ValueError(f"{text!r} must be {most} or less")
+    return number
