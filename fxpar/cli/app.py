@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from fxpar.cli.usage import Program
+from fxpar.cli.values import ReadsWords
 
 # Name (`check` is `fxpar.cli.check.run_check`), what the list of commands says (one line of 80 columns), its words, its
 # examples.
@@ -149,7 +150,7 @@ def command_named(name: str) -> TyperCommand:
     return build_command(name, summary, getattr(import_module(f"fxpar.cli.{place}"), cls), examples)
 
 
-class Fxpar(Program):
+class Fxpar(ReadsWords, Program):
     """Lists its commands by their summaries; the one that is called is made then."""
 
     def __init__(self, **attributes: Any) -> None:

@@ -1,8 +1,4 @@
-"""One command, made of its words: its options in the form that typer reads, their values, and the call.
-
-Typer reads values with pydantic, whose import takes longer than all else of a command that needs no torch; options of
-the command line are words, numbers and choices, which are read here.
-"""
+"""One command, made of its words: its options in the form that typer reads, and the call."""
 
 from __future__ import annotations
 
@@ -13,20 +9,18 @@ from contextlib import nullcontext
 from copy import copy
 from dataclasses import MISSING, dataclass, fields, replace
 from importlib import import_module
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 import typer.main
-from typer.core import TyperArgument, TyperCommand, TyperOption
+from typer.core import TyperCommand
 
 from fxpar.cli.console import click_error, reporting, working
 from fxpar.cli.options import Debug, GraphSource, Offered
-from fxpar.cli.usage import MISSING_VALUE
-from fxpar.errors import nearest
+from fxpar.cli.values import ReadsWords
 
 
-class Command(TyperCommand):
+class Command(ReadsWords, TyperCommand):
     """A command whose mistakes know which it is, also those that typer's parser tells nothing of it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -49,8 +43,7 @@ def build_command(name: str, summary: str, words: type, examples: Sequence[str])
     function = reporting(_function(name, words, options))
     alone.command(name=name, cls=Command, short_help=summary, epilog=_examples(examples))(function)
     command: Any = typer.main.get_command(alone)
-    hints = {one.name: one.hint for one in options}
-    command.params = [_read_here(param, *get_args(hints[param.name])) for param in command.params]
+    command.kinds = {one.name: get_args(one.hint) for one in options}
     return command
 
 
@@ -123,69 +116,3 @@ def _runner(name: str) -> Callable[[Any], object]:
     """`run_NAME`. What it imports takes seconds, so whoever waits at a terminal sees that at once."""
     with working("starting") if "RANK" not in os.environ else nullcontext():
         return getattr(import_module(f"fxpar.cli.{name}"), f"run_{name}")
-
-
-class _ReadHere:
-    """An option or argument of typer's whose words are read by `read_word`."""
-
-    kind: Any
-    least: float | None
-    most: float | None
-
-    def process_value(self: Any, ctx: Any, value: Any) -> Any:
-        """The value of the words, checked. Raises BadParameter."""
-        many = self.multiple or self.nargs != 1
-        try:
-            if many and value is not None:
-                value = tuple(read_word(one, self.kind, self.least, self.most) for one in value)
-            elif isinstance(value, str):
-                value = read_word(value, self.kind, self.least, self.most)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), ctx=ctx, param=self) from None
-        if value is None and (self.multiple or self.nargs == -1):
-            value = ()
-        if self.required and value in (None, ()):
-            raise typer.BadParameter(MISSING_VALUE, ctx=ctx, param=self)
-        return value if self.callback is None else self.callback(ctx, self, value)
-
-
-class _Option(_ReadHere, TyperOption):
-    multiple: bool
-
-
-class _Argument(_ReadHere, TyperArgument):
-    multiple = False
-
-
-def _read_here(param: Any, kind: Any, option: Any) -> Any:
-    """The same parameter, whose values are of `kind`, within the limits of `option`."""
-    cls = _Argument if isinstance(param, TyperArgument) else _Option
-    made = cls.__new__(cls)
-    vars(made).update(vars(param))
-    if get_origin(kind) in (Union, UnionType):
-        kind = next(each for each in get_args(kind) if each is not type(None))
-    made.kind = get_args(kind)[0] if get_origin(kind) is tuple else kind
-    made.least, made.most = option.min, option.max
-    return made
-
-
-def read_word(text: str, kind: Any, least: float | None = None, most: float | None = None) -> Any:
-    """A word of the command line as text, number or one of several words (`kind`: a Literal). Raises ValueError with
-    what it must be.
-    """
-    if get_origin(kind) is Literal:
-        known = get_args(kind)
-        if text not in known:
-            raise ValueError(f"{text!r} is not one of {', '.join(map(repr, known))}{nearest(text, known)}")
-        return text
-    if kind not in (int, float):
-        return text
-    try:
-        number = kind(text)
-    except ValueError:
-        raise ValueError(f"{text!r} must be a {'whole ' if kind is int else ''}number") from None
-    if least is not None and not number >= least:
-        raise ValueError(f"{text!r} must be {least} or more")
-    if most is not None and not number <= most:
-        raise ValueError(f"{text!r} must be {most} or less")
-    return number
