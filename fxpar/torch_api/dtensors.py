@@ -87,7 +87,7 @@ def _position(inner: list[int], mesh: Mesh, pieces: int, placement: Placement) -
             return position
         if position < len(inner):
             made *= mesh.shape[inner[position]]
-    raise PlacementError(f"{placement} has a split factor that is no product of the later mesh dims")
+    raise PlacementError(f"{placement} has a split factor that is not a product of later mesh dims")
 
 
 def placements_of(config: DistConfig) -> list[Placement]:

@@ -298,7 +298,7 @@ def test_nothing_moves_before_all_is_understood():
         "unequal steps": "[0, 1, 3] does not have a constant, positive stride of ranks",
         "backwards": "[3, 2, 1, 0] does not have a constant, positive stride of ranks",
         "turned": "is sharded in an order that its placements (Shard(dim=0), Shard(dim=0)) do not show",
-        "strided": "has a split factor that is no product of the later mesh dims",
+        "strided": "has a split factor that is not a product of later mesh dims",
         "meta": "is on device meta",
     }
     for case, part in expected.items():
