@@ -145,7 +145,7 @@ def command_named(name: str) -> TyperCommand:
     """One of the commands, with its options, which alone are read for it. Raises KeyError."""
     from fxpar.cli.command import build_command
 
-    summary, words, examples = {one: rest for one, *rest in COMMANDS}[name]
+    _, summary, words, examples = {one[0]: one for one in COMMANDS}[name]
     place, _, cls = words.partition(":")
     return build_command(name, summary, getattr(import_module(f"fxpar.cli.{place}"), cls), examples)
 

@@ -130,7 +130,9 @@ class DumpRequest:
     micro_batches: MicroBatches = None
     format: Annotated[
         Literal["text", "json", "dot", "graph"] | None,
-        typer.Option(help="Output format; by default as FILE ends: .json, .dot, or .fxpar (graph, to load again); else text."),
+        typer.Option(
+            help="Output format; by default as FILE ends: .json, .dot, or .fxpar (graph, to load again); else text."
+        ),
     ] = None
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Where to write; - is stdout.")] = "-"
     json: Annotated[
@@ -143,7 +145,7 @@ class DumpRequest:
 
     def __post_init__(self) -> None:
         if self.output.lower().endswith(_PICTURES):
-            why = f"a dump is text, JSON, DOT or a graph, and {self.output!r} names a page or picture; fxpar viz draws one"
+            why = f"a dump is text, JSON, DOT or a graph, and {self.output!r} names a page or a picture: see fxpar viz"
             raise typer.BadParameter(why, param_hint="--output")
         named = self.strategy is not None or self.source.is_file  # a graph file may hold what a strategy made
         if self.stage is not None and self.level is None and self.pipeline_stage is None:

@@ -66,8 +66,8 @@ def run_memory(request: MemoryRequest) -> None:
 
 
 def _asked(request: MemoryRequest) -> tuple[list[Strategy], list[int | None], list[str]]:
-    """The strategies, the tokens of a micro-batch of each, and notes: formations of rounds have as many per rank as the widest
-    team, where they do not say how many themselves.
+    """The strategies, the tokens of a micro-batch of each, and notes. Formations of rounds have as many tokens per rank
+    as the widest team, where they do not say how many themselves.
     """
     strategies, tokens = list[Strategy](), list[int | None]()
     for text in request.strategy_texts:

@@ -113,7 +113,9 @@ class PlanRequest:
             return
         if self.memory is not None and not CAPACITY.fullmatch(self.memory):
             raise typer.BadParameter(f"{self.memory!r} is not a size such as 80GB or 500MB", param_hint="--memory")
-        check_ending(self.output or "", (".toml",), "a plan is TOML: name it .toml (--json writes what is printed as JSON)")
+        check_ending(
+            self.output or "", (".toml",), "a plan is TOML: name it .toml (--json writes what is printed as JSON)"
+        )
         galvatron = self.cost == "galvatron"
         for name in _OF_MODEL if galvatron else _OF_GALVATRON:
             if getattr(self, name) not in (None, False, 0):

@@ -62,7 +62,9 @@ class TasksRequest:
             raise typer.BadParameter(f"{self.action!r} is none of {', '.join(ACTIONS)}", param_hint="ACTION")
         if bool(self.file) == (self.case is not None):
             raise typer.BadParameter("name a file or a --case, one of the two", param_hint="FILE")
-        check_ending(self.output or "", (".html", ".htm", ".toml"), "it is a page or the run as planned: name it .html or .toml")
+        check_ending(
+            self.output or "", (".html", ".htm", ".toml"), "it is a page or the run as planned: name it .html or .toml"
+        )
         if _names_model(self.file):
             example = f"{self.file}:function" if self.file.endswith(".py") else self.file
             why = f"{self.file!r} names a model, and its tasks are missing: write a TOML file with"

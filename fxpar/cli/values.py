@@ -65,7 +65,7 @@ class ReadsWords:
 
 def _read_here(param: Any, kind: Any, option: Any) -> Any:
     """The same parameter, whose values are of `kind`, within the limits of `option`."""
-    cls = _Argument if isinstance(param, TyperArgument) else _Option
+    cls: Any = _Argument if isinstance(param, TyperArgument) else _Option
     made = cls.__new__(cls)
     vars(made).update(vars(param))
     if get_origin(kind) in (Union, UnionType):

@@ -177,12 +177,12 @@ class StorageError(FxparError):
 
 
 class LayOutError(FxparError):
-    """A pass of the user's raised while it laid out the weights; on all ranks, as the others would wait for this one."""
+    """A pass of the user's raised while it laid out the weights; raised on all ranks, none of which waits then."""
 
     def __init__(self, name: str, rank: int, error: Exception) -> None:
         super().__init__(
-            f"pass {name!r}: lay_out raised {type(error).__name__} on rank {rank}: {one_line(str(error), None)}. Mend the "
-            "pass; its traceback is in the log of that rank"
+            f"pass {name!r}: lay_out raised {type(error).__name__} on rank {rank}: {one_line(str(error), None)}. Mend "
+            "the pass; its traceback is in the log of that rank"
         )
 
 

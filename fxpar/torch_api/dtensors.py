@@ -74,7 +74,8 @@ def config_of(device_mesh: DeviceMesh, placements: Sequence[Placement], shape: S
         outer = math.prod([mesh.shape[axis] for axis in axes if mesh.shape[axis] > 1][:-1])
         if shape[d] % outer:
             raise PlacementError(
-                f"{tuple(placements)} shard dim {d} of size {shape[d]} twice; its {outer} pieces after the first split are unequal"
+                f"{tuple(placements)} shard dim {d} of size {shape[d]} twice; its {outer} pieces after the first split "
+                "are unequal"
             )
     return config
 

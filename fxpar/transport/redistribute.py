@@ -98,7 +98,9 @@ def _wanted(tensors: Mapping[str, DTensor], layouts: Layout | Mapping[str, Layou
             if any(
                 step == 0 and size > 1 for step, size in zip(local_of(to).stride(), local_of(to).shape, strict=True)
             ):
-                raise RedistributeError(name, "has a target that is an expanded tensor, whose elements share memory; clone it")
+                raise RedistributeError(
+                    name, "has a target that is an expanded tensor, whose elements share memory; clone it"
+                )
         elif isinstance(to, tuple | list) and len(to) == 2 and isinstance(to[0], DeviceMesh):
             _check_placements(name, to[1])
             kinds.add(to[0].device_type)
@@ -107,7 +109,9 @@ def _wanted(tensors: Mapping[str, DTensor], layouts: Layout | Mapping[str, Layou
                 name, f"has the layout {to!r}; write (device mesh, placements), or a DTensor to write to"
             )
         if len(kinds) > 1:
-            raise RedistributeError(name, f"would move to another kind of device ({', '.join(sorted(kinds))}), which is not supported")
+            raise RedistributeError(
+                name, f"would move to another kind of device ({', '.join(sorted(kinds))}), which is not supported"
+            )
     return {name: wanted[name] for name in tensors}
 
 
@@ -167,7 +171,9 @@ def _config(name: str, given: bool, mesh: DeviceMesh, placements: Sequence[Place
     try:
         config = config_of(mesh, placements, shape)
     except PlacementError as error:
-        raise RedistributeError(name, f"{'has' if given else 'is to get'} a layout that is not supported: {error}") from error
+        raise RedistributeError(
+            name, f"{'has' if given else 'is to get'} a layout that is not supported: {error}"
+        ) from error
     if config.is_partial:
         raise RedistributeError(name, f"cannot become {tuple(placements)}: a full value is not split into partial sums")
     return config

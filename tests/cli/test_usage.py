@@ -28,10 +28,22 @@ from tests.cli.helpers import fxpar
         (("x",), "there is no command 'x'. Commands are train, plan, simulate, "),
         (("dump", "mlp", "tp2"), "fxpar dump takes no further word: tp2. Strategies are given with -s tp2"),
         (("check", "mlp", "--seed", "1.5"), "--seed: '1.5' must be a whole number"),
-        (("viz", "mlp", "-s", "tp2", "-o", "x.pdf"), "--output: a page is HTML: name it .html (--format json writes its "),
-        (("viz", "mlp", "-s", "tp2", "-o", "x.html", "--format", "json"), "--output: the data of a page is JSON: name it "),
-        (("dump", "mlp", "-o", "x.svg"), "--output: a dump is text, JSON, DOT or a graph, and 'x.svg' names a page or "),
-        (("tasks", "plan", "x.toml", "-o", "x.json"), "--output: it is a page or the run as planned: name it .html or "),
+        (
+            ("viz", "mlp", "-s", "tp2", "-o", "x.pdf"),
+            "--output: a page is HTML: name it .html (--format json writes its ",
+        ),
+        (
+            ("viz", "mlp", "-s", "tp2", "-o", "x.html", "--format", "json"),
+            "--output: the data of a page is JSON: name it ",
+        ),
+        (
+            ("dump", "mlp", "-o", "x.svg"),
+            "--output: a dump is text, JSON, DOT or a graph, and 'x.svg' names a page or ",
+        ),
+        (
+            ("tasks", "plan", "x.toml", "-o", "x.json"),
+            "--output: it is a page or the run as planned: name it .html or ",
+        ),
         (("passes", "casts", "cleanup"), "fxpar passes takes no further word: cleanup"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
