@@ -101,7 +101,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{cached:4.1f} from the cache, {cached - import_s:.2f} above the import of torch ", end="")
             print(f"(target <= {ABOVE_TORCH_TARGET_S})", flush=True)
     if args.json:
-        args.json.write_text(json.dumps({"model": args.model, "import_torch_s": import_s, "quick": quick, "rows": rows}, indent=1))
+        args.json.write_text(
+            json.dumps({"model": args.model, "import_torch_s": import_s, "quick": quick, "rows": rows}, indent=1)
+        )
 
 
 if __name__ == "__main__":

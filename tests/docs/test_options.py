@@ -55,3 +55,9 @@ def test_every_option_is_named(command):
 def test_shared_options_are_those_of_several_commands():
     for name in in_table(section(SHARED)):
         assert sum(name in options(command) for command, *_ in COMMANDS) > 1, name
+
+
+def test_what_takes_a_model_takes_its_options():
+    for command, *_ in COMMANDS:
+        if any(param.name == "model" for param in command_named(command).params):
+            assert {"--set", "--dtype", "--no-cache", "--json", "--debug"} <= options(command), command
