@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.errors import PieceOrderError
 from fxpar.waves import MetaOp, TaskGraph
 from fxpar.waves.order import Piece, Problem
 from fxpar.waves.place import Placer, overlap
@@ -67,3 +69,16 @@ def test_choices_are_taken_back_where_memory_binds():
     found = place(graph, nodes(2, 1), *pieces, memory_bytes=8.0)
     assert found[0].devices == found[3].devices != found[1].devices == found[2].devices
     assert place(graph, nodes(2, 1), *pieces, memory_bytes=7.9) is None
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ([Piece(0, 1, 1), Piece(1, 1, 2), Piece(0, 1, 1)], "MetaOp 'b' begins before 'a', which it reads, is done"),
+        ([Piece(0, 1, 2), Piece(1, 1, 1)], "MetaOp 'b' has 2 layers, and 1 of them run"),
+    ],
+)
+def test_orders_that_are_not_whole(pieces, message):
+    graph = TaskGraph((metaop("a", 2), metaop("b", 2)), (("a", "b"),))
+    with pytest.raises(PieceOrderError, match=message):
+        place(graph, nodes(2), *pieces)
