@@ -16,8 +16,8 @@ def copy_node(graph: fx.Graph, node: fx.Node, to: Callable[[fx.Node], fx.Node]) 
     """A copy of `node` at the insertion point of `graph`, on the operands that `to` gives for its own.
 
     As `fx.Graph.node_copy`, in a third of the time: the operands come after the node, as torch looks through those that
-    a node is made with for symbolic sizes, which graphs of fxpar do not have. No attribute is assigned: torch then takes
-    the node out of the graph's table of targets and puts it back.
+    a node is made with for symbolic sizes, which graphs of fxpar do not have. No attribute is assigned, as torch then
+    takes the node out of the graph's table of targets and puts it back.
     """
     made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
     if node.args:
