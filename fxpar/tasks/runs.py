@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, combinations, pairwise, product
+from itertools import accumulate, combinations, pairwise, permutations, product
 
 from torch import fx
 
@@ -13,6 +13,7 @@ from fxpar.errors import FxparError, RunMemoryError
 from fxpar.ir.columns import human_bytes
 from fxpar.ir.node_meta import fqn_of
 from fxpar.lowering import lower
+from fxpar.switch.order import EXHAUSTIVE
 from fxpar.tasks.contract import Contracted, TaskStep
 from fxpar.tasks.held import Held, Home, on_rank
 from fxpar.tasks.layers import around
@@ -119,10 +120,28 @@ def _settled(plan: RunPlan, ways: _Ways, home: Home, memory_bytes: float) -> Run
     by_wave = [held[end - len(wave) : end] for end, wave in zip(ends, plan.waves, strict=True)]
     nbytes = {stay: rank_bytes(by_wave, home, stay) for stay in (True, False)}
     stay = max(nbytes[True]) <= memory_bytes
-    moved = iter(home.moved_ms(held, stay))
-    waves = tuple(tuple(_moving(run, next(moved)) for run in wave) for wave in plan.waves)
+    order = _cheapest_order(plan, home.weights_ms(by_wave)) if stay else range(len(by_wave))
+    moved = iter(home.moved_ms([one for wave in order for one in by_wave[wave]], stay))
+    waves = tuple(tuple(_moving(run, next(moved)) for run in plan.waves[wave]) for wave in order)
     more = {"optimizer_bytes": home.optimizer_bytes, "in_turns": not stay, "needs_budget": not stay}
     return replace(plan, waves=waves, rank_bytes=nbytes[stay], **more)
+
+
+def _cheapest_order(plan: RunPlan, weights_ms: Callable[[tuple[int, ...]], float]) -> tuple[int, ...]:
+    """The order of waves in which their weights take least to come, as those of earlier ones need not come again; the
+    one that there is, if there are too many to try all. Waves on parts of the ranks are not brought together: a run
+    would take them for one.
+    """
+    given = tuple(range(len(plan.waves)))
+    partly = [len(wave[0].ranks) < plan.devices for wave in plan.waves]
+
+    def touching(order: tuple[int, ...]) -> int:
+        return sum(partly[one] and partly[other] for one, other in pairwise(order))
+
+    if not 1 < len(given) <= EXHAUSTIVE:
+        return given
+    orders = [order for order in permutations(given) if touching(order) <= touching(given)]
+    return min(orders, key=lambda order: round(weights_ms(order), 9))  # of equal ones the one that there is
 
 
 def _moving(run: TaskRun, moved_ms: float) -> TaskRun:
