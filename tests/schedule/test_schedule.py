@@ -133,11 +133,11 @@ def run_steps(plan: Schedule, ahead: int) -> int:
             while position[rank] < len(todo):
                 step = todo[position[rank]]
                 if isinstance(step, Send):
-                    sent.setdefault((rank, plan.rank_of(step.transfer.target)), []).append(step.transfer)
+                    sent.setdefault((rank, plan.ranks_of(step.transfer.target)[0]), []).append(step.transfer)
                 elif isinstance(step, Receive):
-                    received.setdefault((plan.rank_of(step.transfer.stage), rank), []).append(step.transfer)
+                    received.setdefault((plan.ranks_of(step.transfer.stage)[0], rank), []).append(step.transfer)
                 elif isinstance(step, Wait):
-                    channel = (plan.rank_of(step.transfer.stage), rank)
+                    channel = (plan.ranks_of(step.transfer.stage)[0], rank)
                     at = received[channel].index(step.transfer)
                     if len(sent.get(channel, [])) <= at:
                         break
