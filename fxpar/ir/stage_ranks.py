@@ -41,9 +41,11 @@ def places_of(stages: Sequence[Strategy]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(at for at, mine in enumerate(places) if i in mine) for i in range(len(spans)))
 
 
-def parse_first(text: str, part: str, axis_text: str) -> tuple[str, int | None]:
+def parse_first(text: str, part: str, axis_text: str, flags: Sequence[str]) -> tuple[str, int | None]:
     """The axes of a stage, and the rank that it begins at, if that is written. Raises StrategySyntaxError."""
     axes, sign, first = axis_text.partition("@")
+    if any("@" in flag for flag in flags):
+        raise StrategySyntaxError(text, part, "'@' stands behind the axes of a stage, before its flags, such as cp4@0+remat")
     if sign and not (first.isascii() and first.isdecimal() and len(first) < 8):
         raise StrategySyntaxError(text, part, "behind '@' stands the rank at which a stage begins, such as cp4@0")
     return axes, int(first) if sign else None

@@ -381,7 +381,7 @@ def _parse_part(text: str, part: str) -> Strategy:
     """The strategy of all ranks, or one of several between '>'."""
     outside, inside = split_rules(part)
     axis_text, *flags = outside.split("+")
-    axis_text, at = parse_first(text, part, axis_text)
+    axis_text, at = parse_first(text, part, axis_text, flags)
     axes, found = parse_axes(text, axis_text), parse_flags(text, flags)
     found |= {flag: found[flag] or value for flag, value in (NOTHING | {"tokens": 0}).items()}
     strategy = Strategy(axes, **found, at=at, rules=() if inside is None else parse_rules(text, inside))

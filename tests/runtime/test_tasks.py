@@ -105,7 +105,7 @@ CASES = {
             "caption": {"strategies": {64: "dp2"}, "ranks": (0, 1)},
             "classify": {"strategies": {64: "dp1"}, "ranks": (2,)},
             "pairs": {"strategies": {8: "tp1+zb_h1+cut(embedding) > tp2"}},
-            "describe": {"strategies": {64: "tp1+cut(embedding|decoder) > cp2 > tp2@0"}},
+            "describe": {"strategies": {64: "tp1+cut(embedding|decoder) > tp2 > tp2@0"}},
         },
         held_out={"pairs": ALL["pairs"][1:]},
     ),
