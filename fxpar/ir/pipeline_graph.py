@@ -175,7 +175,9 @@ def side_by_side(program: Program, names: Callable[[Any], Sequence[str]], last_f
 
 
 def position_of(program: Program, rank: int) -> int:
-    """The place of a rank in the pipeline (of its team); 0 without stages. See `Strategy.places` where these share ranks."""
+    """The place of a rank in the pipeline (of its team); 0 without stages. Where these share ranks see
+    `Strategy.places`.
+    """
     if isinstance(program, TeamsGraph):
         return position_of(program.teams[program.team_of(rank)], rank)
     if places := program.strategy.places:

@@ -7,19 +7,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from fxpar.errors import StrategySyntaxError
 from fxpar.ir.axes import BINS, STAGES
 from fxpar.ir.strategy_text import Pipeline, split_rules
 
-if TYPE_CHECKING:
-    from fxpar.ir.strategy import Strategy
-
 _IN_TURN = ("1f1b", "zb_h1")  # how micro-batches go through stages that share ranks: one after the other
 
 
-def spans_of(stages: Sequence[Strategy]) -> tuple[range, ...]:
+class Stage(Protocol):
+    """What is asked of the strategy of a stage."""
+
+    @property
+    def at(self) -> int | None: ...
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]: ...
+
+    @property
+    def pipeline(self) -> Pipeline: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    @property
+    def replicas(self) -> int: ...
+
+    def most(self, flag: str) -> Any: ...
+
+
+def spans_of(stages: Sequence[Stage]) -> tuple[range, ...]:
     """The ranks of each stage, counted from the first one of the pipeline."""
     found: list[range] = []
     for stage in stages:
@@ -28,7 +49,7 @@ def spans_of(stages: Sequence[Strategy]) -> tuple[range, ...]:
     return tuple(found)
 
 
-def places_of(stages: Sequence[Strategy]) -> tuple[tuple[int, ...], ...]:
+def places_of(stages: Sequence[Stage]) -> tuple[tuple[int, ...], ...]:
     """Of each stage the places in the pipeline that run it, where stages share ranks; () where none do. A place is all
     ranks that have the same stages; places count in the order of their first ranks.
     """
@@ -45,13 +66,14 @@ def parse_first(text: str, part: str, axis_text: str, flags: Sequence[str]) -> t
     """The axes of a stage, and the rank that it begins at, if that is written. Raises StrategySyntaxError."""
     axes, sign, first = axis_text.partition("@")
     if any("@" in flag for flag in flags):
-        raise StrategySyntaxError(text, part, "'@' stands behind the axes of a stage, before its flags, such as cp4@0+remat")
+        why = "'@' stands behind the axes of a stage, before its flags, such as cp4@0+remat"
+        raise StrategySyntaxError(text, part, why)
     if sign and not (first.isascii() and first.isdecimal() and len(first) < 8):
         raise StrategySyntaxError(text, part, "behind '@' stands the rank at which a stage begins, such as cp4@0")
     return axes, int(first) if sign else None
 
 
-def check_stages(text: str, written: Sequence[str], stages: Sequence[Strategy]) -> None:
+def check_stages(text: str, written: Sequence[str], stages: Sequence[Stage]) -> None:
     """See that stages, `written` so, make a pipeline. Raises StrategySyntaxError."""
     first = stages[0]
     for part, stage in zip(written, stages, strict=True):
@@ -71,7 +93,7 @@ def check_stages(text: str, written: Sequence[str], stages: Sequence[Strategy]) 
     _check_ranks(text, written, stages)
 
 
-def _check_ranks(text: str, written: Sequence[str], stages: Sequence[Strategy]) -> None:
+def _check_ranks(text: str, written: Sequence[str], stages: Sequence[Stage]) -> None:
     end = 0
     for span, part in sorted(zip(spans_of(stages), written, strict=True), key=lambda one: one[0].start):
         if span.start > end:

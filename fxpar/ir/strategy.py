@@ -23,7 +23,7 @@ is said of the whole pipeline, the schedule and where stages begin, stands with 
 
     tp4+zb_h1+cut(layers.10) > tp2.rows2 > tp2+chunks(8)
 
-One with '@' begins at that rank (see `fxpar.ir.stage_ranks`): cp2 > cp2 > cp4@0 has the ranks of both in its last stage.
+One with '@' begins at that rank (see `fxpar.ir.stage_ranks`): the last stage of cp2 > cp2 > cp4@0 has all ranks.
 
 Strategies side by side, with '|' between them, are teams: each runs sequences of its own, on the ranks behind those of
 the one before:

@@ -32,8 +32,8 @@ class Action:
 class Schedule:
     """`actions[rank]` are what pipeline rank `rank` runs, in order.
 
-    There are `ranks * virtual` stages; stage s is on rank `s % ranks`. Where stages share ranks, `places` are the ranks of
-    each, all of which run it at the same time. Ranks are places in the pipeline: each may be several ranks of a run.
+    There are `ranks * virtual` stages; stage s is on rank `s % ranks`. Where stages share ranks, `places` are the ranks
+    of each, all of which run it at the same time. A rank here is a place in the pipeline, in a run one rank or several.
     """
 
     kind: str

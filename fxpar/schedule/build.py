@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from fxpar.errors import MicroBatchCountError, ScheduleOptionError, nearest
-from fxpar.schedule.actions import Action, Schedule
+from fxpar.schedule.actions import Action, Part, Schedule
 
 # (rank, ranks, micro-batches, stages per rank) -> actions of that rank
 Maker = Callable[[int, int, int, int], Iterator[Action]]
@@ -25,8 +25,8 @@ def schedule(
     """The schedule of this kind for `stages` pipeline ranks and `micro_batches` micro-batches.
 
     With `virtual` > 1, for interleaved_1f1b only, each rank runs that many stages: stage s is on rank s % stages, and
-    the model is cut into stages * virtual. Where stages share ranks, `places` are the pipeline ranks of each stage: then
-    micro-batches go through all stages and back one after the other (1f1b and zb_h1 only).
+    the model is cut into stages * virtual. Where stages share ranks, `places` are the pipeline ranks of each: then a
+    micro-batch goes through all stages and back before the next one does (1f1b and zb_h1 only).
 
     Raises ScheduleOptionError; MicroBatchCountError where the micro-batches are no multiple of the ranks and must be
     (interleaved_1f1b). All other kinds take any number of micro-batches from 1 on.
@@ -53,10 +53,12 @@ def _in_turn(kind: str, places: Sequence[tuple[int, ...]], micro_batches: int) -
     if kind not in ("1f1b", "zb_h1"):
         raise ScheduleOptionError(f"{kind!r} runs no stages that share ranks", "Use '1f1b' or 'zb_h1'")
     forth, back = range(len(places)), range(len(places) - 1, -1, -1)
+    halves: tuple[Part, ...] = ("I", "W") if kind == "zb_h1" else ("B",)
+    turns: list[tuple[Part, range]] = [("F", forth), *((half, back) for half in halves)]
     order = [
         Action(part, stage, number)
         for number in range(micro_batches)
-        for part, stages in (("F", forth), *((part, back) for part in ("IW" if kind == "zb_h1" else "B")))
+        for part, stages in turns
         for stage in stages
     ]
     ranks = 1 + max(max(mine) for mine in places)
