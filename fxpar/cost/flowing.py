@@ -31,7 +31,9 @@ def flowing_pace(program: TrainGraph) -> Pace | None:
 def strategy_pace(strategy: Strategy) -> Pace:
     """Of a group without stages, or with equal ones; about the same for any number of micro-batches."""
     ranks, pipeline = strategy.pipeline_size, strategy.pipeline
-    return Pace() if ranks == 1 else pace_of(schedule(pipeline.schedule, ranks, ranks, virtual=pipeline.virtual))
+    if ranks == 1:
+        return Pace()
+    return pace_of(schedule(pipeline.schedule, ranks, ranks, virtual=pipeline.virtual, places=strategy.places))
 
 
 def final_gradients(program: ExecGraph | StageProgram) -> dict[int, str]:

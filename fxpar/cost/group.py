@@ -18,7 +18,6 @@ from fxpar.ir.strategy import Strategy
 from fxpar.schedule import Action, Costs, schedule, simulate
 from fxpar.schedule.mini_batch import FORWARD
 
-
 _KEPT: dict[int, dict[ClusterSpec, Cost]] = {}  # by the identity of programs, as long as they live
 
 
@@ -49,7 +48,11 @@ def group_cost(program: Program, cluster: ClusterSpec) -> GroupCost:
 
     Raises ClusterError for a cluster with fewer devices than ranks.
     """
-    return of_strategy(rank_costs(program, cluster).values(), program.strategy, cluster)
+    found = rank_costs(program, cluster).values()
+    if program.strategy.places:  # a micro-batch goes through all stages before the next one
+        whole = sum(found, Polynomial())
+        return GroupCost(float(whole.c0), float(whole.c1), float(whole.c2), shared_by=cluster.sustained.shared_by)
+    return of_strategy(found, program.strategy, cluster)
 
 
 def of_strategy(positions: Iterable[Polynomial], strategy: Strategy, cluster: ClusterSpec) -> GroupCost:

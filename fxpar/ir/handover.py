@@ -85,7 +85,8 @@ class Handover:
 @functools.lru_cache(maxsize=4096)  # micro-batches are of few lengths
 def messages(before: DistConfig, after: DistConfig, shape: tuple[int, ...], replica: int) -> tuple[Message, ...]:
     """What the ranks of a replica send, so that each of `after` gets all that it holds, every element once: from the
-    rank at its own place where that has it, else from the one of those that have it which has least to send.
+    rank itself where that has it, else from the one at its own place, else from the one of those that have it which has
+    least to send.
     """
     sources, targets = _ranks(before.mesh, replica), _ranks(after.mesh, replica)
     held: dict[Runs, list[int]] = defaultdict(list)  # ranks that hold the same, by their place
@@ -95,8 +96,10 @@ def messages(before: DistConfig, after: DistConfig, shape: tuple[int, ...], repl
     found: list[Message] = []
     for number, target in enumerate(targets):
         wanted = _runs(after, target, shape)
+        own = (sources.index(target),) if target in sources else ()
         for runs, places in held.items():
-            here = number if number in places else min(places, key=lambda place: (load[place], place))
+            at_hand = next((place for place in (*own, number) if place in places), None)
+            here = min(places, key=lambda place: (load[place], place)) if at_hand is None else at_hand
             parts = [Message(sources[here], target, *boxes) for boxes in _meetings(runs, wanted)]
             load[here] += sum(part.numel for part in parts)
             found += parts

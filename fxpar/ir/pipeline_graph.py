@@ -175,9 +175,14 @@ def side_by_side(program: Program, names: Callable[[Any], Sequence[str]], last_f
 
 
 def position_of(program: Program, rank: int) -> int:
-    """The place of a rank in the pipeline (of its team); 0 without stages."""
+    """The place of a rank in the pipeline (of its team); 0 without stages. Where these share ranks see
+    `Strategy.places`.
+    """
     if isinstance(program, TeamsGraph):
         return position_of(program.teams[program.team_of(rank)], rank)
+    if places := program.strategy.places:
+        mine = {stage for stage, placed in enumerate(program.placed) if rank in placed.mesh}
+        return next(at for at in places[min(mine)] if {i for i, one in enumerate(places) if at in one} == mine)
     return next(place for place, placed in enumerate(program.placed) if rank in placed.mesh)
 
 

@@ -23,6 +23,8 @@ is said of the whole pipeline, the schedule and where stages begin, stands with 
 
     tp4+zb_h1+cut(layers.10) > tp2.rows2 > tp2+chunks(8)
 
+One with '@' begins at that rank (see `fxpar.ir.stage_ranks`): the last stage of cp2 > cp2 > cp4@0 has all ranks.
+
 Strategies side by side, with '|' between them, are teams: each runs sequences of its own, on the ranks behind those of
 the one before:
 
@@ -43,6 +45,7 @@ from fxpar.ir.axes import BINS, EXPERTS, RANKS, REPLICAS, RING, ROLE_AXES, STAGE
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.module_rules import CHUNKS, NOTHING, ModuleRule, atoms, governing, joined, share_flag
 from fxpar.ir.remat import Remat
+from fxpar.ir.stage_ranks import check_stages, parse_first, places_of, spans_of
 from fxpar.ir.strategy_text import (
     MOST_RANKS,
     Pipeline,
@@ -92,6 +95,7 @@ class Strategy:
     capacity: float = 0.0
     tokens: int = 0
     ep_chunks: int = 1
+    at: int | None = None
 
     @classmethod
     def parse(cls, text: str, *, world: int | None = None, overrides: Mapping[str, str] | None = None) -> Strategy:
@@ -140,8 +144,10 @@ class Strategy:
     @property
     def world(self) -> int:
         """Number of ranks the strategy needs."""
-        if self.blocks:
-            return sum(block.world for block in self.blocks)
+        if self.by_stage:
+            return max(span.stop for span in spans_of(self.by_stage))
+        if self.teams:
+            return sum(team.world for team in self.teams)
         return math.prod(degree for _, degree in self.axes)
 
     def degree(self, axis: str) -> int:
@@ -167,6 +173,11 @@ class Strategy:
         """Pipeline stages of the model: those of a rank, times `pipeline_size`. Of teams the most."""
         return max(team.stages for team in self.teams) if self.teams else self.pipeline_size * self.pipeline.virtual
 
+    @cached_property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """Where stages share ranks, the places that run each, see `places_of`; () for any other strategy."""
+        return places_of(self.by_stage)
+
     def of_team(self, number: int) -> Strategy:
         """What a team runs under, on its own ranks."""
         before = sum(team.world for team in self.teams[:number])
@@ -175,8 +186,8 @@ class Strategy:
     def of_stage(self, stage: int) -> Strategy:
         """What a pipeline stage runs under. With several stages per rank, s, s + pp ... have the same ranks."""
         if self.by_stage:
-            before = sum(one.world for one in self.by_stage[:stage])
-            return replace(self.by_stage[stage], offset=self.offset + before, overrides=self.overrides)
+            first = self.offset + spans_of(self.by_stage)[stage].start
+            return replace(self.by_stage[stage], at=None, offset=first, overrides=self.overrides)
         axes = tuple(axis for axis in self.axes if axis[0] != STAGES) or SINGLE.axes
         ranks = self.mesh.at(STAGES, stage % self.pipeline_size)
         return replace(self, axes=axes, pipeline=Pipeline(), offset=ranks.offset)
@@ -328,7 +339,8 @@ class Strategy:
         flags += [f"tokens({self.tokens})"] * (self.tokens > 0) + self.pipeline.flags()
         flags += ["role({})".format("|".join(f"{axis}={name}" for axis, name in self.roles))] if self.roles else []
         rules = f"[{'; '.join(map(str, self.rules))}]" if self.rules else ""
-        return "+".join([".".join(f"{name}{size}" for name, size in self.axes), *flags]) + rules
+        axes = ".".join(f"{name}{size}" for name, size in self.axes) + ("" if self.at is None else f"@{self.at}")
+        return "+".join([axes, *flags]) + rules
 
     def to_json(self) -> dict:
         """{"strategy": "dp2.tp4"}, with "overrides" where there are some."""
@@ -358,6 +370,8 @@ def _parse_team(text: str, side: str) -> Strategy:
     """The strategy of all ranks, or one of several between '|'."""
     written = sides_of(text, side, ">", "a pipeline stage", "tp4 > tp2.rows2")
     parts = [_parse_part(text, part) for part in written]
+    if len(parts) == 1 and parts[0].at is not None:
+        raise StrategySyntaxError(text, side, "'@' says where one of several stages begins, such as cp2 > cp2 > cp4@0")
     strategy = parts[0] if len(parts) == 1 else _of_stages(text, written, parts)
     check_pipeline(text, strategy.pipeline, strategy.pipeline_size)
     return strategy
@@ -367,9 +381,10 @@ def _parse_part(text: str, part: str) -> Strategy:
     """The strategy of all ranks, or one of several between '>'."""
     outside, inside = split_rules(part)
     axis_text, *flags = outside.split("+")
+    axis_text, at = parse_first(text, part, axis_text, flags)
     axes, found = parse_axes(text, axis_text), parse_flags(text, flags)
     found |= {flag: found[flag] or value for flag, value in (NOTHING | {"tokens": 0}).items()}
-    strategy = Strategy(axes, **found, rules=() if inside is None else parse_rules(text, inside))
+    strategy = Strategy(axes, **found, at=at, rules=() if inside is None else parse_rules(text, inside))
     if strategy.rules:
         strategy.atoms  # noqa: B018  raises where degrees do not fit
     check_roles(text, found["roles"], axes)
@@ -378,19 +393,6 @@ def _parse_part(text: str, part: str) -> Strategy:
 
 def _of_stages(text: str, written: Sequence[str], parts: Sequence[Strategy]) -> Strategy:
     """The strategy whose stages are `parts`, `written` so."""
-    for part, stage in zip(written, parts, strict=True):
-        if STAGES in dict(stage.axes):
-            raise StrategySyntaxError(text, part, f"what stands between '>' is one stage, without a {STAGES} axis")
-        default = "1f1b" in split_rules(part)[0].split("+")  # which a stage without a schedule has too
-        if stage is not parts[0] and (default or stage.pipeline != _UNSTAGED or stage.tokens):
-            why = "a schedule, cuts and tokens(...) are of all stages; write them with the first"
-            raise StrategySyntaxError(text, part, why)
-        if stage is not parts[-1] and stage.most("chunks") > 1:
-            raise StrategySyntaxError(text, part, "the loss is on the last stage; write its chunks there")
-        if stage.replicas != parts[0].replicas:
-            why = f"all stages have as many replicas, the first one {parts[0].replicas} and this one {stage.replicas}"
-            raise StrategySyntaxError(text, part, f"{why}; what cuts the tokens of a replica is {BINS}")
-    if parts[0].pipeline.virtual > 1:
-        raise StrategySyntaxError(text, written[0], "a stage that is written has one place: 1f1b, gpipe or zb_h1")
+    check_stages(text, written, parts)
     stages = (replace(parts[0], pipeline=_UNSTAGED, tokens=0), *parts[1:])
     return Strategy(((STAGES, len(parts)),), pipeline=parts[0].pipeline, tokens=parts[0].tokens, by_stage=stages)

@@ -21,7 +21,8 @@ _ROUNDS = re.compile(r"\s*rounds\((.*)\)\s*", re.DOTALL)
 
 def ranks_of_replica(strategy: Strategy) -> int:
     """Among which the tokens of a micro-batch are shared: those of a pipeline stage."""
-    return strategy.world // strategy.replicas // strategy.pipeline_size
+    ranks = sum(stage.world for stage in strategy.by_stage) or strategy.world
+    return ranks // strategy.replicas // strategy.pipeline_size
 
 
 def largest_team(strategy: Strategy) -> Strategy:

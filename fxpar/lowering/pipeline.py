@@ -8,11 +8,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 from fxpar.annotate.module_rules import check_rules
 from fxpar.annotate.policy import resolve_overrides
-from fxpar.errors import RematGlobError
+from fxpar.errors import NotYetError, RematGlobError
 from fxpar.flow import padding_hazard
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.graph import DOCUMENTS, POSITIONS, AnnotatedGraph, LogicalGraph
@@ -36,7 +37,7 @@ def lower_pipeline(
     A value that goes from one stage to the next has its tokens cut on each as that one's strategy cuts them: over cp,
     and over tp under sequence parallelism, else it is whole. `on_pass` is called for each stage in turn.
 
-    Raises the errors of `cut_stages`, OverrideError, RuleGlobError, RuleConflictError, RematGlobError and
+    Raises the errors of `cut_stages`, NotYetError, OverrideError, RuleGlobError, RuleConflictError, RematGlobError and
     RematBudgetError.
     """
     staged = cut(logical, strategy)
@@ -80,12 +81,25 @@ def cut(logical: LogicalGraph, strategy: Strategy) -> StagedGraph:
     resolve_overrides(logical, strategy)  # a glob may match on one stage only, but must match somewhere
     _check_remat(logical, strategy)
     staged = cut_stages(logical, strategy.stages, cuts=strategy.pipeline.cuts or None)
+    _check_apart(staged, strategy)
     if strategy.ring > 1 and logical.packing is not None:
         staged.stages = tuple(map(_told_positions, staged.stages))
     for stage, own in zip(staged.stages, strategy.by_stage, strict=False):  # what is said of a stage, holds on it
         check_rules(stage, own, f"stage {stage.index}")
         _check_remat(stage, own)
     return staged
+
+
+def _check_apart(staged: StagedGraph, strategy: Strategy) -> None:
+    """A rank has one layout of each parameter. Raises NotYetError."""
+    if not strategy.places:
+        return
+    read = [{info.fqn for info in stage.params()} for stage in staged.stages]
+    for one, other in combinations(range(len(read)), 2):
+        both = sorted(read[one] & read[other])
+        if both and set(strategy.places[one]) & set(strategy.places[other]):
+            what = f"{both[0]!r} on stages {one} and {other} of '{strategy}', which share ranks,"
+            raise NotYetError(what, "Cut so that one of them reads it, or give them ranks of their own.")
 
 
 def _told_positions(stage: StageGraph) -> StageGraph:

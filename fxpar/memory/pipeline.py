@@ -8,7 +8,7 @@ from dataclasses import replace
 import sympy
 
 from fxpar.ir.exec_graph import Stored
-from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
+from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram, position_of
 from fxpar.ir.sent import tokens_of
 from fxpar.memory.prediction import MemoryOverTime, MemoryPrediction, RankMemory, StageMemory
 from fxpar.memory.state import home_bytes
@@ -39,10 +39,10 @@ def pipeline_over_time(
     masters, optimizer, gradients = home_bytes(program)
     found: list[RankMemory] = []
     stages: list[StageMemory] = []
-    for position in range(ranks) if positions is None else positions:
+    for position in range(plan.ranks) if positions is None else positions:
         peak = pipeline_peak(program, plan, position, dims, conditions, brief)
-        mine = [stage for stage in program.stages if plan.rank_of(stage.index) == position]
-        place = mine[0].mesh.ranks
+        mine = [stage for stage in program.stages if position in plan.ranks_of(stage.index)]
+        place = [rank for rank in mine[0].mesh.ranks if position_of(program, rank) == position]
         weights = layout.bytes_of_rank(place[0])
         here = MemoryPrediction(
             strategy=str(program.strategy),
@@ -65,7 +65,10 @@ def pipeline_over_time(
     fullest = max((rank.prediction for rank in found), key=lambda prediction: prediction.peak_bytes)
     host = max(rank.prediction.body.host_bytes for rank in found)
     fullest = replace(fullest, body=replace(fullest.body, host_bytes=host))
-    whole = replace(fullest, stages=tuple(sorted(stages, key=lambda stage: stage.stage)))
+    by_stage: dict[int, StageMemory] = {}  # where ranks share a stage, that of the fullest
+    for line in sorted(stages, key=lambda stage: (stage.stage, stage.rank_peak_bytes)):
+        by_stage[line.stage] = line
+    whole = replace(fullest, stages=tuple(by_stage.values()))
     return MemoryOverTime(whole, tuple(found))
 
 
@@ -73,7 +76,9 @@ def schedule_of(program: PipelineGraph, micro_batches: int) -> Schedule:
     """The schedule of the program's strategy. Raises MicroBatchCountError."""
     strategy = program.strategy
     pipeline = strategy.pipeline
-    return schedule(pipeline.schedule, strategy.pipeline_size, micro_batches, virtual=pipeline.virtual)
+    return schedule(
+        pipeline.schedule, strategy.pipeline_size, micro_batches, virtual=pipeline.virtual, places=strategy.places
+    )
 
 
 def pipeline_peak(
@@ -87,7 +92,7 @@ def pipeline_peak(
     """The peak of the ranks at `position` of the pipeline: of the first and the last place on each axis of a stage.
     `brief` as in `rank_peak`.
     """
-    mesh = program.stages[position].mesh
+    mesh = next(stage.mesh for stage in program.stages if position in plan.ranks_of(stage.index))
     last = {axis: degree - 1 for axis, degree in mesh.axes}
     places: list[dict[str, int]] = [{}, last] if mesh.size > 1 else [{}]
     return rank_peak(program, plan, position, dims, places, conditions, brief)

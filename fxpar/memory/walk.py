@@ -55,7 +55,7 @@ def rank_peak(
     the fullest of the ranks at `places` on the axes of a stage; those where nothing differs from the first are it.
     `brief`: of each part that it runs there are only the fullest moments; what micro-batches do alike is played once.
     """
-    stages = {s.index: s for s in program.stages if plan.rank_of(s.index) == position}
+    stages = {s.index: s for s in program.stages if position in plan.ranks_of(s.index)}
     halves = any(action.part == "I" for action in plan.actions[position])
     names = ("forward", "input_part", "weight_part") if halves else ("forward", "backward")
     traces = {
@@ -78,7 +78,8 @@ class _Walk:
     dims: Mapping[sympy.Symbol, int]
     brief: bool = False
     ledger: Ledger = field(default_factory=Ledger)
-    messages: dict[Transfer, list[Hashable]] = field(default_factory=dict)  # received, or about to be sent
+    messages: dict[Transfer, list[Hashable]] = field(default_factory=dict)  # received
+    going: dict[Transfer, list[Hashable]] = field(default_factory=dict)  # about to be sent
     sending: list[Hashable] = field(default_factory=list)
     kept: dict[tuple[int, int], set[Hashable]] = field(default_factory=dict)
     handed: dict[tuple[int, int], list[Hashable]] = field(default_factory=dict)  # gradients that I sends, until W
@@ -124,7 +125,7 @@ class _Walk:
         self.ledger.look(stage, None, str(transfer))
 
     def _send(self, transfer: Transfer) -> None:
-        keys = self.messages.pop(transfer, [])
+        keys = self.going.pop(transfer, [])
         self.ledger.drop_all(self.sending)
         self.sending = keys
 
@@ -255,7 +256,10 @@ class _Walk:
             self.ledger.hold(keys[-1])
             if storage in part.makes and keys[-1] not in self.kept.get((stage, number), ()):
                 self.ledger.turn(keys[-1], "message")
-        self.messages[transfer] = keys
+        if self.plan.ranks == 1 and not self.plan.places:  # the next stage reads it where it is
+            self.messages[transfer] = keys
+        else:
+            self.going[transfer] = keys
         return keys
 
     def _sent_storages(self, action: Action, what: str, trace: StageTrace) -> list[int]:

@@ -77,6 +77,7 @@ def _pairs(program: PipelineGraph) -> list[tuple[int, int]]:
         for handover in program.handovers
         for replica in range(program.strategy.replicas)
         for each in handover.messages(dims, replica)
+        if each.source != each.target
     )
     return list(dict.fromkeys(found))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -16,7 +16,7 @@ from torch import Tensor
 from fxpar.cost.flowing import flowing_pace
 from fxpar.ir.exec_graph import Stored
 from fxpar.ir.handover import Handover, Span
-from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
+from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram, position_of
 from fxpar.runtime.arrivals import Arrivals
 from fxpar.runtime.channels import Channels, PendingMessage
 from fxpar.runtime.micro import MicroRun, local_batch, replica_of
@@ -40,7 +40,7 @@ def plan_pipeline(program: PipelineGraph, micro_batches: int) -> Schedule:
     ranks, pipeline = strategy.pipeline_size, strategy.pipeline
     if pipeline.virtual > 1:
         micro_batches = -(-micro_batches // ranks) * ranks
-    plan = schedule(pipeline.schedule, ranks, micro_batches, virtual=pipeline.virtual)
+    plan = schedule(pipeline.schedule, ranks, micro_batches, virtual=pipeline.virtual, places=strategy.places)
     most = {"1f1b": ranks, "zb_h1": ranks}.get(pipeline.schedule, micro_batches * pipeline.virtual)
     simulate(plan, limit=most)
     return plan
@@ -48,6 +48,11 @@ def plan_pipeline(program: PipelineGraph, micro_batches: int) -> Schedule:
 
 def forward_only(program: PipelineGraph, micro_batches: int) -> Schedule:
     """All micro-batches through all stages, without a backward."""
+    if places := program.strategy.places:
+        turns = [Action("F", stage, number) for number in range(micro_batches) for stage in range(len(places))]
+        count = 1 + max(max(mine) for mine in places)
+        mine = tuple(tuple(one for one in turns if place in places[one.stage]) for place in range(count))
+        return Schedule("forward", count, micro_batches, mine, places=places)
     ranks, virtual = program.strategy.pipeline_size, program.strategy.pipeline.virtual
     actions = tuple(
         tuple(
@@ -78,6 +83,20 @@ class _Arriving:
 
 
 @dataclass
+class _Kept:
+    """A piece that a rank has for a stage of its own: it is there when the stage before has run."""
+
+    pieces: deque[Tensor]
+    buffer: Tensor
+
+    def wait(self) -> None:
+        self.buffer.copy_(self.pieces.popleft())
+
+    def is_completed(self) -> bool:
+        return bool(self.pieces)
+
+
+@dataclass
 class _Group:
     """What is under way: the batches, what was received, what is being sent."""
 
@@ -87,6 +106,7 @@ class _Group:
     arriving: dict[Transfer, list[_Arriving]] = field(default_factory=dict)
     received: dict[Transfer, dict[str, Tensor]] = field(default_factory=dict)
     sending: list[tuple[PendingMessage, Tensor]] = field(default_factory=list)
+    kept: dict[Transfer, deque[Tensor]] = field(default_factory=lambda: defaultdict(deque))  # for this rank itself
     left: dict[int, int] = field(default_factory=dict)  # micro-batch -> forwards on this rank that are to come
     keep: bool = True
     ends: Collection[Action] = ()  # after which a stage has its gradients
@@ -117,7 +137,7 @@ class BoundPipeline:
             stage.index: BoundStage(stage, rank, groups[stage.index], compile) for stage in program.stages_of(rank)
         }
         self._steps: dict[int, tuple[Schedule, tuple[Step, ...]]] = {}
-        self._position = min(self.stages) % program.strategy.pipeline_size
+        self._position = position_of(program, rank)
         self._handovers: dict[tuple[str, int], list[Handover]] = defaultdict(list)  # by kind and sending stage
         for each in program.handovers:
             self._handovers[each.kind, each.stage].append(each)
@@ -287,7 +307,11 @@ class BoundPipeline:
         for handover in self._handovers[_SENT[transfer.what], transfer.stage]:
             for message in handover.messages(dims, self.replica):
                 if message.source == self.rank:
-                    piece = _part(values[handover.fqn], message.taken).contiguous()
+                    piece = _part(values[handover.fqn], message.taken)
+                    if message.target == self.rank:
+                        group.kept[transfer].append(piece)
+                        continue
+                    piece = piece.contiguous()
                     group.sending.append((self._channels.send(piece, message.target), piece))
         group.sending = [(work, tensor) for work, tensor in group.sending if not work.is_completed()]
         group.sends -= 1
@@ -304,7 +328,10 @@ class BoundPipeline:
                 if message.target == self.rank:
                     place = _part(value, message.put)
                     buffer = place if place.is_contiguous() else torch.empty_like(place)
-                    work = self._channels.receive(buffer, message.source)
+                    if message.source == self.rank:
+                        work: PendingMessage = _Kept(group.kept[transfer], buffer)
+                    else:
+                        work = self._channels.receive(buffer, message.source)
                     arriving.append(_Arriving(handover.fqn, value, place, buffer, work))
 
     def _begin(self, transfer: Transfer, group: _Group) -> None:

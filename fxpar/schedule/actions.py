@@ -32,7 +32,8 @@ class Action:
 class Schedule:
     """`actions[rank]` are what pipeline rank `rank` runs, in order.
 
-    There are `ranks * virtual` stages; stage s is on rank `s % ranks`.
+    There are `ranks * virtual` stages; stage s is on rank `s % ranks`. Where stages share ranks, `places` are the ranks
+    of each, all of which run it at the same time. A rank here is a place in the pipeline, in a run one rank or several.
     """
 
     kind: str
@@ -40,14 +41,15 @@ class Schedule:
     micro_batches: int
     actions: tuple[tuple[Action, ...], ...]
     virtual: int = 1
+    places: tuple[tuple[int, ...], ...] = ()
 
     @property
     def stages(self) -> int:
-        return self.ranks * self.virtual
+        return len(self.places) or self.ranks * self.virtual
 
-    def rank_of(self, stage: int) -> int:
-        """The pipeline rank that runs a stage."""
-        return stage % self.ranks
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """The pipeline ranks that run a stage."""
+        return self.places[stage] if self.places else (stage % self.ranks,)
 
     def needs(self, action: Action) -> tuple[Action, ...]:
         """The actions that must have ended before this one starts; where halves replace B, its I."""
@@ -73,26 +75,29 @@ class Schedule:
 
         Raises ScheduleInvalidError. Order is what `simulate` checks.
         """
-        counts = Counter(action for actions in self.actions for action in actions)
         for rank, actions in enumerate(self.actions):
             for action in actions:
                 if not (0 <= action.stage < self.stages and 0 <= action.micro_batch < self.micro_batches):
                     raise ScheduleInvalidError(str(self), f"{action} is of no stage or micro-batch that there is")
-                if self.rank_of(action.stage) != rank:
-                    raise ScheduleInvalidError(
-                        str(self), f"{action} is on rank {rank}, its stage on {self.rank_of(action.stage)}"
-                    )
+                if rank not in (where := self.ranks_of(action.stage)):
+                    on = ", ".join(map(str, where))
+                    raise ScheduleInvalidError(str(self), f"{action} is on rank {rank}, its stage on {on}")
+        counts = [Counter(actions) for actions in self.actions]
         for stage in range(self.stages):
-            for batch in range(self.micro_batches):
-                forward, whole, first, second = (counts[Action(p, stage, batch)] for p in ("F", "B", "I", "W"))
-                if forward != 1:
-                    raise ScheduleInvalidError(str(self), f"{Action('F', stage, batch)} runs {forward} times")
-                if (whole, first, second) not in ((1, 0, 0), (0, 1, 1)):
-                    raise ScheduleInvalidError(
-                        str(self),
-                        f"the backward of micro-batch {batch} on stage {stage} runs {whole} times whole, {first} times "
-                        f"its input part, {second} times its weight part; it is either once whole or once each half",
-                    )
+            for rank in self.ranks_of(stage):
+                self._check_stage(stage, counts[rank])
+
+    def _check_stage(self, stage: int, counts: Counter[Action]) -> None:
+        for batch in range(self.micro_batches):
+            forward, whole, first, second = (counts[Action(p, stage, batch)] for p in ("F", "B", "I", "W"))
+            if forward != 1:
+                raise ScheduleInvalidError(str(self), f"{Action('F', stage, batch)} runs {forward} times")
+            if (whole, first, second) not in ((1, 0, 0), (0, 1, 1)):
+                raise ScheduleInvalidError(
+                    str(self),
+                    f"the backward of micro-batch {batch} on stage {stage} runs {whole} times whole, {first} times "
+                    f"its input part, {second} times its weight part; it is either once whole or once each half",
+                )
 
     def __str__(self) -> str:
         chunks = f" x {self.virtual} chunks" if self.virtual > 1 else ""

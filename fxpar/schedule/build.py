@@ -10,20 +10,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from fxpar.errors import MicroBatchCountError, ScheduleOptionError, nearest
-from fxpar.schedule.actions import Action, Schedule
+from fxpar.schedule.actions import Action, Part, Schedule
 
 # (rank, ranks, micro-batches, stages per rank) -> actions of that rank
 Maker = Callable[[int, int, int, int], Iterator[Action]]
 
 
-def schedule(kind: str, stages: int, micro_batches: int, *, virtual: int = 1) -> Schedule:
+def schedule(
+    kind: str, stages: int, micro_batches: int, *, virtual: int = 1, places: Sequence[tuple[int, ...]] = ()
+) -> Schedule:
     """The schedule of this kind for `stages` pipeline ranks and `micro_batches` micro-batches.
 
     With `virtual` > 1, for interleaved_1f1b only, each rank runs that many stages: stage s is on rank s % stages, and
-    the model is cut into stages * virtual.
+    the model is cut into stages * virtual. Where stages share ranks, `places` are the pipeline ranks of each: then a
+    micro-batch goes through all stages and back before the next one does (1f1b and zb_h1 only).
 
     Raises ScheduleOptionError; MicroBatchCountError where the micro-batches are no multiple of the ranks and must be
     (interleaved_1f1b). All other kinds take any number of micro-batches from 1 on.
@@ -37,8 +40,27 @@ def schedule(kind: str, stages: int, micro_batches: int, *, virtual: int = 1) ->
         raise ScheduleOptionError(f"{kind!r} runs one stage per rank, not {virtual}", "Use 'interleaved_1f1b'")
     if kind == "interleaved_1f1b" and micro_batches % stages:
         raise MicroBatchCountError(kind, micro_batches, stages)
+    if places:
+        return _in_turn(kind, places, micro_batches)
     actions = tuple(tuple(KINDS[kind](rank, stages, micro_batches, virtual)) for rank in range(stages))
     return Schedule(kind, stages, micro_batches, actions, virtual)
+
+
+def _in_turn(kind: str, places: Sequence[tuple[int, ...]], micro_batches: int) -> Schedule:
+    """One order of all actions, in which each comes behind what it needs: every rank runs its own in that order, so the
+    first one that is not done can always run.
+    """
+    if kind not in ("1f1b", "zb_h1"):
+        raise ScheduleOptionError(f"{kind!r} runs no stages that share ranks", "Use '1f1b' or 'zb_h1'")
+    forth, back = range(len(places)), range(len(places) - 1, -1, -1)
+    halves: tuple[Part, ...] = ("I", "W") if kind == "zb_h1" else ("B",)
+    turns: list[tuple[Part, range]] = [("F", forth), *((half, back) for half in halves)]
+    order = [
+        Action(part, stage, number) for number in range(micro_batches) for part, stages in turns for stage in stages
+    ]
+    ranks = 1 + max(max(mine) for mine in places)
+    actions = tuple(tuple(one for one in order if rank in places[one.stage]) for rank in range(ranks))
+    return Schedule(kind, ranks, micro_batches, actions, places=tuple(places))
 
 
 def _gpipe(rank: int, ranks: int, micro_batches: int, virtual: int) -> Iterator[Action]:

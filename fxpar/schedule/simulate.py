@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fxpar.errors import ScheduleMemoryError
 from fxpar.schedule.actions import Action, Schedule
@@ -89,22 +90,39 @@ def simulate(plan: Schedule, costs: Costs | None = None, *, limit: int | Sequenc
     """
     costs = costs or Costs()
     plan.check()
-    lanes = {f"rank {rank}": actions for rank, actions in enumerate(plan.actions)}
-    found = run_lanes(str(plan), lanes, costs.of, lambda action: _needs(plan, action, costs))
-    spans = [[Span(action, *found[action]) for action in actions] for actions in plan.actions]
+    lanes = {f"rank {rank}": [_Run(rank, one) for one in actions] for rank, actions in enumerate(plan.actions)}
+    before = {run: mine[at - 1] for mine in lanes.values() for at, run in enumerate(mine) if at}
+    found = run_lanes(str(plan), lanes, lambda run: costs.of(run.action), lambda run: _needs(plan, run, before, costs))
+    spans = [[Span(run.action, *found[run]) for run in mine] for mine in lanes.values()]
     return _timeline(plan, spans, limit)
 
 
-def _needs(plan: Schedule, action: Action, costs: Costs) -> Iterator[tuple[Action, float]]:
+class _Run(NamedTuple):
+    """An action on one of the ranks that run it."""
+
+    rank: int
+    action: Action
+
+    def __str__(self) -> str:
+        return str(self.action)
+
+
+def _needs(plan: Schedule, run: _Run, before: Mapping[_Run, _Run], costs: Costs) -> Iterator[tuple[_Run, float]]:
     """What must have ended before an action, and how long before: what comes from another rank travels. An action that
-    does something before it waits may begin by as much earlier.
+    does something before it waits may begin by as much earlier. Ranks of one stage begin at the same time, as it may
+    have collectives: each waits for what the others do before.
     """
+    rank, action = run
     incoming = needed_by(plan, action)
     for need in plan.needs(action):
-        if incoming is not None and need.stage != action.stage:
-            yield need, costs.of_transfer(incoming) - costs.before_it_waits(action)
-        else:
-            yield need, 0.0
+        for source in plan.ranks_of(need.stage) if need.stage != action.stage else (rank,):
+            travels = incoming is not None and need.stage != action.stage and source != rank
+            lag = costs.of_transfer(incoming) if travels and incoming is not None else 0.0
+            early = costs.before_it_waits(action) if incoming is not None and need.stage != action.stage else 0.0
+            yield _Run(source, need), lag - early
+    for other in plan.ranks_of(action.stage):
+        if other != rank and (there := _Run(other, action)) in before:
+            yield before[there], 0.0
 
 
 def _timeline(plan: Schedule, spans: list[list[Span]], limit: int | Sequence[int] | None) -> Timeline:

@@ -9,6 +9,7 @@ where operations of a process group run in order (NCCL), each direction between 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,16 +71,21 @@ def sent_by(plan: Schedule, action: Action) -> Transfer | None:
     if action.part == "W":
         return None
     transfer = Transfer("activation" if action.part == "F" else "gradient", action.stage, action.micro_batch)
-    if not 0 <= transfer.target < plan.stages or plan.ranks == 1:
+    if not 0 <= transfer.target < plan.stages or _is_alone(plan):
         return None
     return transfer
+
+
+def _is_alone(plan: Schedule) -> bool:
+    """Whether one rank has all stages, each on the same ranks as the next one, so that nothing is sent."""
+    return plan.ranks == 1 and not plan.places
 
 
 def needed_by(plan: Schedule, action: Action) -> Transfer | None:
     """What must have come from another rank before `action` starts."""
     sources = {"F": ("activation", action.stage - 1), "B": ("gradient", action.stage + 1)}
     what, stage = sources.get("B" if action.part == "I" else action.part, ("", -1))
-    if not 0 <= stage < plan.stages or plan.ranks == 1:
+    if not 0 <= stage < plan.stages or _is_alone(plan):
         return None
     return Transfer(what, stage, action.micro_batch)  # type: ignore[arg-type]
 
@@ -94,28 +100,41 @@ def with_transfers(plan: Schedule, *, ahead: int = 1) -> tuple[tuple[Step, ...],
         for action in actions:
             transfer = sent_by(plan, action)
             if transfer is not None:
-                channels[rank, plan.rank_of(transfer.target)].append(transfer)
-    return tuple(_steps(plan, rank, channels, ahead) for rank in range(plan.ranks))
+                channels[rank, plan.ranks_of(transfer.target)[0]].append(transfer)
+    return tuple(_steps(plan, rank, _in_order(plan, rank, channels), ahead) for rank in range(plan.ranks))
 
 
-def _steps(plan: Schedule, rank: int, channels: dict[tuple[int, int], list[Transfer]], ahead: int) -> tuple[Step, ...]:
+def _steps(plan: Schedule, rank: int, due: Callable[[Transfer], list[Transfer]], ahead: int) -> tuple[Step, ...]:
     actions = plan.actions[rank]
     wanted = [needed_by(plan, action) for action in actions]
-    where = {t: i for (_, to), sent in channels.items() if to == rank for i, t in enumerate(sent)}
-    posted: dict[int, int] = defaultdict(int)  # source rank -> receives posted so far
     steps: list[Step] = []
     for i, action in enumerate(actions):
         for transfer in wanted[0 if i == 0 else i + ahead : i + ahead + 1]:
-            if transfer is not None:
-                source = plan.rank_of(transfer.stage)
-                upto = max(posted[source], where[transfer] + 1)
-                steps += [Receive(t) for t in channels[source, rank][posted[source] : upto]]
-                posted[source] = upto
+            steps += [Receive(one) for one in (due(transfer) if transfer is not None else ())]
         incoming, sent = wanted[i], sent_by(plan, action)
         steps += [Wait(incoming)] if incoming is not None else []
         steps.append(action)
         steps += [Send(sent)] if sent is not None else []
     return tuple(steps)
+
+
+def _in_order(
+    plan: Schedule, rank: int, channels: Mapping[tuple[int, int], list[Transfer]]
+) -> Callable[[Transfer], list[Transfer]]:
+    """What a rank has to post where it wants a transfer: all that its sender sends before, and that itself. Where
+    stages share ranks, all is wanted in the order in which it is sent.
+    """
+    if plan.places:
+        return lambda transfer: [transfer]
+    where = {t: i for (_, to), sent in channels.items() if to == rank for i, t in enumerate(sent)}
+    posted: dict[int, int] = defaultdict(int)  # source rank -> receives posted so far
+
+    def due(transfer: Transfer) -> list[Transfer]:
+        source = plan.ranks_of(transfer.stage)[0]
+        first, posted[source] = posted[source], max(posted[source], where[transfer] + 1)
+        return channels[source, rank][first : posted[source]]
+
+    return due
 
 
 __all__ = ["Receive", "Send", "Step", "Transfer", "Wait", "needed_by", "sent_by", "with_transfers"]

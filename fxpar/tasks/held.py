@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -145,6 +145,17 @@ class Home:
         ranks, cluster = self.masters.world, self.cluster
         per_s = float(cluster.bytes_per_s(between=ranks > cluster.devices_per_node))
         return 1e3 * (nbytes * (1 - 1 / ranks) / per_s + 2 * float(cluster.latency_s))
+
+    def weights_ms(self, waves: Sequence[Sequence[Held]]) -> Callable[[tuple[int, ...]], float]:
+        """Of an order of waves, by number, what the weights of all of their tasks take to come, where weights stay."""
+        names = [[f"{wave}.{task}" for task in range(len(mine))] for wave, mine in enumerate(waves)]
+        layouts = {
+            name: ParamLayout(name, self.masters.world, one.weights)
+            for wave, mine in zip(names, waves, strict=True)
+            for name, one in zip(wave, mine, strict=True)
+        }
+        schedule = SwitchSchedule(layouts, self.wire, self.cluster, resident=tuple(layouts), priced_only=True)
+        return lambda order: 1e3 * schedule.evaluate([name for wave in order for name in names[wave]]).predicted_s
 
     def moved_ms(self, tasks: Sequence[Held], stay: bool = True) -> list[float]:
         """Of each task, in the order of running, what its weights take to come and its gradients to leave. Weights of

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, combinations, pairwise, product
+from itertools import accumulate, combinations, pairwise, permutations, product
 
 from torch import fx
 
 from fxpar.errors import FxparError, RunMemoryError
 from fxpar.ir.columns import human_bytes
 from fxpar.ir.node_meta import fqn_of
+from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
+from fxpar.switch.order import EXHAUSTIVE
 from fxpar.tasks.contract import Contracted, TaskStep
 from fxpar.tasks.held import Held, Home, on_rank
 from fxpar.tasks.layers import around
@@ -105,7 +107,8 @@ class _Ways:
                 self.known[key] = layout.held.placed(layout.replicas)
             else:
                 try:
-                    self.known[key] = Held.of(lower(step.logical, option.strategy, for_store=True), step.tokens)
+                    program = lower(step.logical, option.strategy, for_store=True, verified=False)
+                    self.known[key] = Held.of(program, step.tokens)
                 except FxparError:
                     return None
         return self.known[key]
@@ -119,10 +122,28 @@ def _settled(plan: RunPlan, ways: _Ways, home: Home, memory_bytes: float) -> Run
     by_wave = [held[end - len(wave) : end] for end, wave in zip(ends, plan.waves, strict=True)]
     nbytes = {stay: rank_bytes(by_wave, home, stay) for stay in (True, False)}
     stay = max(nbytes[True]) <= memory_bytes
-    moved = iter(home.moved_ms(held, stay))
-    waves = tuple(tuple(_moving(run, next(moved)) for run in wave) for wave in plan.waves)
+    order = _cheapest_order(plan, home.weights_ms(by_wave)) if stay else range(len(by_wave))
+    moved = iter(home.moved_ms([one for wave in order for one in by_wave[wave]], stay))
+    waves = tuple(tuple(_moving(run, next(moved)) for run in plan.waves[wave]) for wave in order)
     more = {"optimizer_bytes": home.optimizer_bytes, "in_turns": not stay, "needs_budget": not stay}
     return replace(plan, waves=waves, rank_bytes=nbytes[stay], **more)
+
+
+def _cheapest_order(plan: RunPlan, weights_ms: Callable[[tuple[int, ...]], float]) -> tuple[int, ...]:
+    """The order of waves in which their weights take least to come, as those of earlier ones need not come again; the
+    one that there is, if there are too many to try all. Waves on parts of the ranks are not brought together: a run
+    would take them for one.
+    """
+    given = tuple(range(len(plan.waves)))
+    partly = [len(wave[0].ranks) < plan.devices for wave in plan.waves]
+
+    def touching(order: tuple[int, ...]) -> int:
+        return sum(partly[one] and partly[other] for one, other in pairwise(order))
+
+    if not 1 < len(given) <= EXHAUSTIVE:
+        return given
+    orders = [order for order in permutations(given) if touching(order) <= touching(given)]
+    return min(orders, key=lambda order: round(weights_ms(order), 9))  # of equal ones the one that there is
 
 
 def _moving(run: TaskRun, moved_ms: float) -> TaskRun:
@@ -192,13 +213,15 @@ def _splits(order: Sequence[int]) -> Iterator[list[list[int]]]:
 
 
 def _cuts(stages: Sequence[Sequence[fx.Node]]) -> list[str] | None:
-    """For each stage but the first the outermost module that begins with it; None where there is none."""
+    """For each stage but the first the outermost module that begins in it; None where there is none. What a stage does
+    in no module of its own before that, such as to add features up, is left to the one before.
+    """
     before: set[str] = set()
     cuts = []
     for number, calls in enumerate(stages):
         modules = {module for node in calls for module in around(fqn_of(node))}
         if number:
-            first = next((one for one in around(fqn_of(calls[0])) if one and one not in before), None)
+            first = next((one for node in calls for one in around(fqn_of(node)) if one and one not in before), None)
             if first is None:
                 return None
             cuts.append(first)
@@ -216,17 +239,42 @@ class _Towers:
     reads: Sequence[set[int]]
     params: Sequence[Sequence[str]]
 
-    def held_bytes(self, layouts: Sequence[Layout]) -> float:
-        """A guess at the weights and gradients of the fullest rank."""
-        return max(
+    def option(self, layouts: Sequence[Layout], home: Home, shared: bool = False) -> Option:
+        """Stages under these layouts, each on ranks of its own; `shared`: the last one on those of all others."""
+        texts, replicas = [one.strategy for one in layouts], layouts[0].replicas
+        if shared:
+            texts[-1] = str(replace(Strategy.parse(texts[-1]), at=0))
+        text = " > ".join([f"{texts[0]}+zb_h1+cut({'|'.join(self.cuts)})", *texts[1:]])
+        batches = 1 if self.step.logical.packing is not None else math.ceil(self.step.batches / replicas)
+        held = [
             sum(layout.held.by_param[fqn] for fqn in {fqn for i in stage for fqn in self.params[i]})
             for stage, layout in zip(self.stages, layouts, strict=True)
-        )
+        ]
+        most = max(held[:-1]) + held[-1] if shared else max(held)  # a guess at the fullest rank
+        width = layouts[-1].width if shared else sum(one.width for one in layouts)
+        return Option(width, self._step_ms(layouts, batches, shared), text, home.guessed_ms(most), most)
+
+    def _step_ms(self, layouts: Sequence[Layout], batches: int, shared: bool) -> float:
+        """Of the first batch each MetaOp begins when its stage has done those before it, and what it reads is there;
+        the backward is the same in reverse. The others follow as fast as the slowest stage is. A last stage on the
+        ranks of all others begins behind them, and each batch behind the one before.
+        """
+        ends: dict[int, float] = {}
+        slowest = 0.0
+        for stage, layout in zip(self.stages, layouts, strict=True):
+            now = max(ends.values()) if shared and stage is self.stages[-1] else 0.0
+            for i in stage:
+                now = max([now, *(ends[a] for a in self.reads[i] if a in ends)]) + layout.ms[i] / batches
+                ends[i] = now
+            slowest = max(slowest, sum(layout.ms[i] for i in stage) / batches)
+        first = max(ends.values())
+        return batches * first if shared else first + (batches - 1) * slowest
 
 
 def _options(towers: _Towers, layouts: Sequence[Layout], home: Home) -> Iterator[Option]:
-    """By replicas and ranks of each stage, under the layouts that are the fastest there."""
-    step, stages = towers.step, towers.stages
+    """By replicas and ranks of each stage, under the layouts that are the fastest there: stages on ranks of their own,
+    and the last one on those of all others.
+    """
     for replicas in sorted({one.replicas for one in layouts}):
         alike = [one for one in layouts if one.replicas == replicas]
         widths = sorted({one.width for one in alike})
@@ -235,31 +283,12 @@ def _options(towers: _Towers, layouts: Sequence[Layout], home: Home) -> Iterator
                 width: min((one for one in alike if one.width == width), key=lambda one: sum(one.ms[i] for i in stage))
                 for width in widths
             }
-            for stage in stages
+            for stage in towers.stages
         ]
-        for chosen in product(widths, repeat=len(stages)):
+        for chosen in product(widths, repeat=len(towers.stages)):
+            mine = [by_width[width] for by_width, width in zip(fastest, chosen, strict=True)]
             if sum(chosen) <= home.masters.world:
-                mine = [by_width[width] for by_width, width in zip(fastest, chosen, strict=True)]
-                first, *others = (one.strategy for one in mine)
-                text = " > ".join([f"{first}+zb_h1+cut({'|'.join(towers.cuts)})", *others])
-                batches = 1 if step.logical.packing is not None else math.ceil(step.batches / replicas)
-                held = towers.held_bytes(mine)
-                ms = _step_ms(stages, mine, towers.reads, batches)
-                yield Option(sum(chosen), ms, text, home.guessed_ms(held), held)
-
-
-def _step_ms(
-    stages: Sequence[Sequence[int]], layouts: Sequence[Layout], reads: Sequence[set[int]], batches: int
-) -> float:
-    """Of the first batch each MetaOp begins when its stage has done those before it, and what it reads is there; the
-    backward is the same in reverse. The others follow as fast as the slowest stage is.
-    """
-    ends: dict[int, float] = {}
-    slowest = 0.0
-    for stage, layout in zip(stages, layouts, strict=True):
-        now = 0.0
-        for i in stage:
-            now = max([now, *(ends[a] for a in reads[i] if a in ends)]) + layout.ms[i] / batches
-            ends[i] = now
-        slowest = max(slowest, sum(layout.ms[i] for i in stage) / batches)
-    return max(ends.values()) + (batches - 1) * slowest
+                yield towers.option(mine, home)
+            differ = len({one.strategy for one in mine}) > 1  # if not, it is one strategy for all of the task
+            if replicas == 1 and differ and sum(chosen[:-1]) == chosen[-1]:
+                yield towers.option(mine, home, shared=True)

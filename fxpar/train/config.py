@@ -19,7 +19,7 @@ from fxpar.ir.written import LONGEST, read
 from fxpar.train.assign import assign
 from fxpar.train.schema import from_table, shown
 from fxpar.train.strategies import DRIFT, PlanConfig, auto_problems, group_problems, plan_problems, read_strategies
-from fxpar.train.tasks import TaskConfig, one_loss_problems, read_by_length, read_tasks, task_problems, world_of
+from fxpar.train.tasks import TaskConfig, chooses, read_tables, task_problems, world_of
 
 _POSITIVE: dict[str, Any] = {"least": 1}
 
@@ -257,16 +257,14 @@ def parse_config(
     for assignment in assignments:
         assign(tables, assignment, problems)
     if "task" in tables:
-        return _of_tasks(tables, source, name, problems)
+        return _of_tasks(tables, source, name, problems, launched)
     sections = _sections(tables, problems)
     strategies = read_strategies(tables.get("strategies"), tables.get("data"), problems)
     if problems:
         run = tables.get("run")  # the section is None if another of its keys is wrong
         ranks = run.get("ranks") if isinstance(run, dict) else None
         raise ConfigError(source, [*problems, *group_problems(strategies, ranks)])
-    config = TrainConfig(name=name, strategies=strategies, **sections)
-    if not strategies and config.run.ranks is None and launched is not None:
-        config = replace(config, run=replace(config.run, ranks=launched))
+    config = _for_launched(TrainConfig(name=name, strategies=strategies, **sections), launched)
     config = replace(config, data=replace(config.data, tokenizer=_tokenizer(config, problems)))
     if problems:
         raise ConfigError(source, problems)
@@ -274,16 +272,21 @@ def parse_config(
     return config
 
 
-def _of_tasks(tables: dict[str, Any], source: str, name: str, problems: list[str]) -> TrainConfig:
+def _for_launched(config: TrainConfig, launched: int | None) -> TrainConfig:
+    """With as many ranks as a launcher has started, where strategies are yet to be chosen and run.ranks is missing."""
+    chosen = not chooses(config.tasks, config.strategies) if config.tasks else bool(config.strategies)
+    if chosen or launched is None or config.run.ranks is not None:
+        return config
+    return replace(config, run=replace(config.run, ranks=launched))
+
+
+def _of_tasks(tables: dict[str, Any], source: str, name: str, problems: list[str], launched: int | None) -> TrainConfig:
     """The run of [task.NAME] sections. Raises ConfigError."""
-    tasks = read_tasks(tables.pop("task"), problems)
-    problems += one_loss_problems(tables)
-    given = tables.get("strategies", {})
-    strategies = read_by_length(given, problems) if isinstance(given, dict) and given else ()
+    tasks, strategies = read_tables(tables, problems)
     # A tokenizer is nothing that weights for tasks must have.
     sections = _sections({**tables, "data": {"source": "", "tokenizer": ""}, "strategies": {}}, problems)
     if not problems:
-        config = TrainConfig(name=name, strategies=strategies, tasks=tasks, **sections)
+        config = _for_launched(TrainConfig(name=name, strategies=strategies, tasks=tasks, **sections), launched)
         problems += task_problems(tasks, config.model.name, strategies, config.run.ranks) + _value_problems(config)
         _tokenizer(config, problems)
         if not problems:

@@ -80,6 +80,16 @@ def read_tasks(sections: Any, problems: list[str]) -> dict[str, TaskConfig]:
     return found
 
 
+def read_tables(tables: dict[str, Any], problems: list[str]) -> tuple[dict[str, TaskConfig], Strategies]:
+    """The tasks of a file, which are taken out of its tables, and the strategies of those that have none of their own;
+    what is wrong is appended to `problems`.
+    """
+    tasks = read_tasks(tables.pop("task"), problems)
+    problems += one_loss_problems(tables)
+    given = tables.get("strategies", {})
+    return tasks, read_by_length(given, problems) if isinstance(given, dict) and given else ()
+
+
 def one_loss_problems(tables: Mapping[str, Any]) -> list[str]:
     """What stands beside tasks, but is of one loss that is trained on text."""
     strategies, problems = tables.get("strategies", {}), []

@@ -160,6 +160,8 @@ BY_STAGE = [
     ("tp4 > tp2.rows2", 8, [(0, 1, 2, 3), (4, 5, 6, 7)]),
     ("tp2+sp+tokens(64)+zb_h1+cut(a.1|a.2)[*.x: cp2] > dp1 > cp3+zero2+remat+chunks(4)", 6, [(0, 1), (2,), (3, 4, 5)]),
     ("dp2.tp2 > tp3.dp2", 10, [(0, 1, 2, 3), (4, 5, 6, 7, 8, 9)]),
+    ("cp2+zb_h1 > cp2+remat > cp4@0+sp", 4, [(0, 1), (2, 3), (0, 1, 2, 3)]),
+    ("cp2@1 > cp1@0", 3, [(1, 2), (0,)]),
 ]
 
 
@@ -172,6 +174,8 @@ def test_stages_that_differ(text, world, ranks):
     assert [strategy.of_stage(i).mesh.ranks for i in range(strategy.stages)] == ranks
     assert strategy.mesh.ranks == tuple(range(world))
     assert (strategy.stages, strategy.pipeline_size, strategy.degree("pp")) == (len(ranks),) * 3
+    shared = sum(map(len, ranks)) > world
+    assert strategy.places == (((0,), (1,), (0, 1)) if shared else ())
 
 
 def test_what_stages_that_differ_have_together():
@@ -350,6 +354,12 @@ SYNTAX = [
     ("tp2+cut(a|b) > tp2", "'cut(a|b)'", "2 stages have 1 cuts, not 2"),
     ("tp2+interleaved_1f1b > tp2", "'tp2+interleaved_1f1b'", "a stage that is written has one place"),
     ("tp2+chunks(2) > tp2", "'tp2+chunks(2)'", "the loss is on the last stage; write its chunks there"),
+    ("cp2@0", "'cp2@0'", "says where one of several stages begins, such as cp2 > cp2 > cp4@0"),
+    ("cp2 > cp2@x", "'cp2@x'", "behind '@' stands the rank at which a stage begins, such as cp4@0"),
+    ("cp2 > cp2+remat@0", "'cp2+remat@0'", "stands behind the axes of a stage, before its flags, such as cp4@0+remat"),
+    ("cp2 > cp4@3", "'cp4@3'", "no stage is on rank 2, where an earlier one has to begin"),
+    ("dp2 > dp2@0", "'dp2'", "stages that share ranks have one replica"),
+    ("cp2+gpipe > cp2@0", "'cp2+gpipe'", "run one micro-batch after the other: 1f1b or zb_h1"),
 ]
 
 
@@ -364,7 +374,7 @@ def test_syntax_errors(text, part, why):
     assert "for example 'dp2.tp4+sp+zero1'" in message
 
 
-@given(st.text(string.ascii_lowercase + string.digits + ".+ _-@()|", max_size=12))
+@given(st.text(string.ascii_lowercase + string.digits + ".+ _-@()|>", max_size=12))
 def test_any_text_parses_or_says_why(text):
     try:
         strategy = Strategy.parse(text)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from fxpar.checking import local_params
-from fxpar.ir.pipeline_graph import PipelineGraph
+from fxpar.ir.pipeline_graph import PipelineGraph, position_of
 from fxpar.runtime.binding import bind_here
 from fxpar.runtime.channels import PendingMessage
 from fxpar.runtime.micro import MicroRun, as_one_sequence
@@ -51,7 +51,7 @@ def rank_bytes(captured: Captured, program: PipelineGraph, position: int, micro_
     ranks are not there, collectives leave their results as they are.
     """
     torch.set_num_threads(1)
-    rank = program.stages[position].mesh.offset
+    rank = next(rank for rank in program.mesh.ranks if position_of(program, rank) == position)
     dist.init_process_group("fake", rank=rank, world_size=program.strategy.world)
     try:
         bound = bind_here(program, ProcessGroups(), channels=NoChannels())

@@ -10,6 +10,7 @@ from torch import nn
 
 import fxpar
 from fxpar.cost.cluster import usual_cluster
+from fxpar.errors import NotYetError
 from fxpar.ir.handover import Handover
 from fxpar.runtime.pipeline import BoundPipeline, _Group, plan_pipeline
 from fxpar.schedule import Action, Wait, with_transfers
@@ -29,10 +30,10 @@ class Two(nn.Module):
         return self.over(seen + torch.tanh(self.other(y)))
 
 
-def program(strategy: str) -> Any:
+def program(strategy: str, model: nn.Module | None = None) -> Any:
     example = {"x": torch.randn(4, 8), "y": torch.randn(4, 8)}
     task = fxpar.Task(lambda model, batch: model(batch["x"], batch["y"]).sum(), example, strategies={8: strategy})
-    return fxpar.compile_task(Two(), task).programs[strategy]
+    return fxpar.compile_task(model or Two(), task).programs[strategy]
 
 
 def ops(part: Any) -> list[str]:
@@ -100,6 +101,14 @@ def test_it_begins_before_it_waits():
     at = {what: place for place, what in enumerate(told.seen)}
     for number in range(2):
         assert at[f"receive {number}"] < at[f"begin {number}"] < at[f"wait {number}"] < at[f"F{number}@1"]
+
+
+def test_a_rank_has_one_layout_of_a_parameter():
+    tied = Two()
+    tied.over.weight = tied.one.weight
+    assert len(program("tp1+cut(other|over) > tp1 > tp2@0").stages) == 3
+    with pytest.raises(NotYetError, match=r"'one.weight' on stages 0 and 2 of .*, which share ranks, is not supported"):
+        program("tp1+cut(other|over) > tp1 > tp2@0", tied)
 
 
 def test_what_goes_between_towers_is_their_features():

@@ -139,11 +139,11 @@ def run_steps(plan: Schedule, ahead: int) -> int:
             while position[rank] < len(todo):
                 step = todo[position[rank]]
                 if isinstance(step, Send):
-                    sent.setdefault((rank, plan.rank_of(step.transfer.target)), []).append(step.transfer)
+                    sent.setdefault((rank, plan.ranks_of(step.transfer.target)[0]), []).append(step.transfer)
                 elif isinstance(step, Receive):
-                    received.setdefault((plan.rank_of(step.transfer.stage), rank), []).append(step.transfer)
+                    received.setdefault((plan.ranks_of(step.transfer.stage)[0], rank), []).append(step.transfer)
                 elif isinstance(step, Wait):
-                    channel = (plan.rank_of(step.transfer.stage), rank)
+                    channel = (plan.ranks_of(step.transfer.stage)[0], rank)
                     at = received[channel].index(step.transfer)
                     if len(sent.get(channel, [])) <= at:
                         break
@@ -170,6 +170,35 @@ def test_messages_needed_in_another_order(ahead):
     assert run_steps(plan, ahead) == 4
     kinds = [str(step) for step in with_transfers(plan, ahead=ahead)[1]]
     assert kinds[:3] == ["receive activation 0 0->1", "receive activation 1 0->1", "wait activation 1 0->1"]
+
+
+@given(st.integers(2, 4), st.integers(1, 4), st.sampled_from(["1f1b", "zb_h1"]), st.data())
+def test_stages_that_share_ranks_run_in_one_order(stages, micro_batches, kind, data):
+    """All ranks have their actions in the order of all, whatever ranks stages share; one micro-batch is kept."""
+    ranks = data.draw(st.integers(1, 3))
+    drawn = [data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)) for _ in range(stages)]
+    used = sorted(set().union(*drawn))
+    places = tuple(tuple(sorted(used.index(rank) for rank in one)) for one in drawn)
+    plan = schedule(kind, stages, micro_batches, places=places)
+    order = [action for rank in plan.actions for action in rank]
+    assert all(plan.actions[rank].count(action) == 1 for action in order for rank in plan.ranks_of(action.stage))
+    timeline = simulate(plan)
+    assert set(timeline.peak_saved) == {1}
+    ends = {span.action: span.end_ms for done in timeline.spans for span in done}
+    assert all(abs(span.end_ms - ends[span.action]) < 1e-9 for done in timeline.spans for span in done)
+    every = [step for one in with_transfers(plan) for step in one]
+    sent, received = ([str(s.transfer) for s in every if isinstance(s, what)] for what in (Send, Receive))
+    assert set(sent) == set(received)
+    assert len(set(sent)) == 2 * (stages - 1) * micro_batches
+
+
+def test_ranks_of_a_stage_wait_for_each_other():
+    """A stage may have collectives: its ranks run its actions in one order, or for ever."""
+    first = (Action("F", 0, 0), Action("B", 0, 0), Action("F", 0, 1), Action("B", 0, 1))
+    with pytest.raises(ScheduleDeadlockError, match="rank 0 waits at F0@0"):
+        simulate(Schedule("by hand", 2, 2, (first, (*first[2:], *first[:2])), places=((0, 1),)))
+    with pytest.raises(ScheduleOptionError, match="'gpipe' runs no stages that share ranks"):
+        schedule("gpipe", 2, 2, places=((0,), (0,)))
 
 
 def test_receives_run_beside_computation():

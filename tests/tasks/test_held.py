@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fxpar.cost.cluster import ClusterSpec
@@ -14,7 +16,8 @@ from fxpar.switch.node_first import cheapest_reduction
 from fxpar.switch.order import SwitchSchedule
 from fxpar.switch.terms import gradient_placements
 from fxpar.tasks.held import STAGING_BYTES, Held, Home, on_rank
-from fxpar.tasks.runs import rank_bytes
+from fxpar.tasks.runs import _cheapest_order, rank_bytes
+from fxpar.waves.runs import Option, RunPlan, TaskRun
 from tests.tasks.towers import step
 
 CLUSTER = ClusterSpec(2, 2, 100.0, 10.0, 10.0, device=Device(10.0, 1000.0, 4.0))
@@ -51,6 +54,20 @@ def test_moving_takes_what_the_runtime_predicts(programs):
     found = Home.of(held, CLUSTER, 4)
     assert found.moved_ms(held) == pytest.approx(expected, rel=1e-9)
     assert found.moved_ms(held)[1] < found.moved_ms(held, stay=False)[1]
+
+
+def test_tasks_run_in_the_order_in_which_weights_need_not_come_twice(programs):
+    """Four ranks have all weights; then one of them alone needs none."""
+    held = [Held.of(programs["dp1"]), Held.of(programs["dp4"])]
+    home = Home.of(held, CLUSTER, 4)
+    one, both = (TaskRun(name, tuple(range(n)), Option(n, 1.0, f"dp{n}")) for name, n in (("one", 1), ("all", 4)))
+    weights_ms = home.weights_ms([[task] for task in held])
+    assert _cheapest_order(RunPlan(4, ((one,), (both,)), 2.0), weights_ms) == (1, 0)
+    saved_ms = sum(home.moved_ms(held)) - sum(home.moved_ms(held[::-1]))
+    assert saved_ms > 0
+    assert weights_ms((0, 1)) - weights_ms((1, 0)) == pytest.approx(saved_ms, rel=1e-9)
+    parts = RunPlan(4, ((one,), (both,), (replace(one, task="other"),)), 3.0)
+    assert _cheapest_order(parts, lambda order: float(order[1] == 1)) == (0, 1, 2)  # a run would join the two
 
 
 def test_bytes_are_those_of_the_memory_report(programs):

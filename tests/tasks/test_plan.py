@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from fxpar import Task
 from fxpar.cost.cluster import usual_cluster
@@ -120,6 +121,32 @@ def test_towers_run_side_by_side_where_that_is_shorter():
     tower = alone["both.one"] + alone["both.loss"]  # and what is made of it before the two meet
     assert run.option.ms == pytest.approx(sum(alone.values()) - tower)
     assert run.option.ms < plan.runs.sequential_ms
+
+
+class Joined(nn.Module):
+    """Two narrow towers, and wide layers on what both have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))) for _ in range(2))
+        self.over = nn.Sequential(nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 256))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.over(self.one(x) + self.other(y))
+
+
+def test_what_follows_towers_runs_on_the_ranks_of_all():
+    """Launches are all that narrow layers take, so that more ranks do not help them; wide layers are shared."""
+    example = {"x": torch.empty(65536, 8, device="meta"), "y": torch.empty(65536, 8, device="meta")}
+    rows = {"x": {0: "B"}, "y": {0: "B"}}
+    with torch.device("meta"):
+        model = Joined()
+    step = captured(model, Task(lambda model, batch: model(batch["x"], batch["y"]).sum(), example, dynamic=rows))
+    plan = plan_tasks({"both": step}, CLUSTER)
+    (run,) = plan.runs.runs
+    assert (run.ranks, run.option.strategy) == ((0, 1), "dp1+zb_h1+cut(other|over) > dp1 > cp2@0")
+    alone = {one.name: one.layers * one.layer_ms[1] for one in plan.plan.graph.metaops}
+    assert run.option.ms < plan.runs.sequential_ms < sum(alone.values())
 
 
 def test_weights_that_come_and_gradients_that_leave_are_part_of_a_step(planned):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 
-from fxpar.runtime.forked import run_forked
-from fxpar.train.chosen_tasks import choose_on_rank_0, choose_tasks
+from fxpar.cli.run_commands import TrainRequest
+from fxpar.cli.train import run_train
+from fxpar.train.chosen_tasks import choose_tasks
 from fxpar.train.task_source import check_tasks
 from fxpar.train.tasks import chooses
 from tests.cli.helpers import fxpar
+from tests.docs.ranks import run_ranks
 from tests.train.test_config import parse
 from tests.train.test_session import FILE, TASKS
 
@@ -37,8 +42,18 @@ def test_a_run_has_what_is_chosen(text):
     assert "s per step predicted, one after the other" in words
     assert chosen.world == 2
     assert chosen.engine.memory_budget_bytes is None
-    for found, said in run_forked(2, lambda rank: choose_on_rank_0(config)):
-        assert (found, said) == (chosen, words)
+
+
+def test_ranks_of_torchrun_choose_and_train(text, tmp_path):
+    """`torchrun --nproc-per-node 2 -m fxpar train run.toml`, which has counted the ranks."""
+    (tmp_path / "run.toml").write_text(text.replace("ranks = 2\n", ""))
+    words = ("run.report=false", "run.tensorboard=false", "checkpoint.enabled=false")
+    printed = run_ranks(2, lambda rank: run_train(TrainRequest(str(tmp_path / "run.toml"), assignments=words)))
+    assert printed[1] == ""
+    assert re.search(r"^chosen .*rows \S+ on rank.*, one after the other", printed[0], re.MULTILINE)
+    assert "task said: weight 1, 3 items per step; strategies <=16 " in printed[0]
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [set(step["tasks"]) for step in steps] == [{"rows", "said"}] * 3
 
 
 def test_what_cannot_be_chosen_is_told_before_ranks_start(text, tmp_path):
