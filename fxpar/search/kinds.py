@@ -26,7 +26,7 @@ from fxpar.ir.node_meta import fqn_of, is_backward
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.memory.series import Series
-from fxpar.search.price import Candidate, Depth, Lower, Memory
+from fxpar.search.price import Candidate, Depth, Lower, Memory, equal_positions
 from fxpar.search.repeated import FEW, of_few_stages, repeated
 
 Kind = tuple[frozenset[str], ...]  # by rule: the modules in the layer ("" itself) that its glob matches
@@ -113,25 +113,25 @@ class KindSamples:
 
     programs: tuple[Candidate, ...]
     layers: str = ""
-    _held: dict[int, list[list[Sampled]]] = field(default_factory=dict)
+    _held: dict[tuple[int, tuple[int, ...] | None], list[list[Sampled]]] = field(default_factory=dict)
 
     @cached_property
     def positions(self) -> list[list[Polynomial]]:
         """Seconds by sample and position of the pipeline."""
         return [list(rank_costs(one.programs[0], one.cluster).values()) for one in self.programs]
 
-    def held(self, tokens: int) -> list[list[Sampled]]:
-        """By sample and position of the pipeline."""
-        if tokens not in self._held:
-            self._held[tokens] = [
+    def held(self, tokens: int, positions: tuple[int, ...] | None = None) -> list[list[Sampled]]:
+        """By sample and position of the pipeline, or of `positions` alone."""
+        if (tokens, positions) not in self._held:
+            self._held[tokens, positions] = [
                 [
-                    Sampled(memory, rank.prediction.body.saved_bytes, self._peaks(rank.series))
-                    for memory, rank in zip(one.at_positions(tokens), one.over_time(program, tokens), strict=True)
+                    Sampled(one.memory_of(program, rank), rank.prediction.body.saved_bytes, self._peaks(rank.series))
+                    for rank in one.over_time(program, tokens, positions)
                 ]
                 for one in self.programs
                 for program in one.programs
             ]
-        return self._held[tokens]
+        return self._held[tokens, positions]
 
     def _peaks(self, series: Series) -> tuple[int, ...]:
         """Of `programs[0]` without stages: what runs in the backward of a layer runs beside what those before it have
@@ -178,14 +178,16 @@ class MixedCandidate(Candidate):
         return sum(((one + few * -1) * count for one, count in zip(others, more, strict=True)), few)
 
     def predicted(self, tokens: int) -> Memory:
-        looked_at = len(self.kinds.held(tokens)[0])
-        more = self.more if looked_at == len(self.more) else self.more[:1] * looked_at  # all stages are equal
-        found = (self.memory_at(place, each, tokens) for place, each in enumerate(more))
+        equal = self.flat is not None and all(more == self.more[0] for more in self.more)
+        looked_at = equal_positions(len(self.more)) if equal else None
+        found = map(self._beyond, zip(*self.kinds.held(tokens, looked_at), strict=True), self.more)
         return max(found, key=lambda one: one.peak_bytes)
 
     def memory_at(self, place: int, more: Sequence[int], tokens: int) -> Memory:
         """Of a rank at a place of the pipeline that has so many more layers."""
-        samples = [one[place] for one in self.kinds.held(tokens)]
+        return self._beyond([one[place] for one in self.kinds.held(tokens)], more)
+
+    def _beyond(self, samples: Sequence[Sampled], more: Sequence[int]) -> Memory:
         first = samples[0].memory
         columns = zip(*(one.memory.columns for one in samples), strict=True)
         found = Memory(*(column[0] + sum(_added(column, more)) for column in columns))
@@ -260,7 +262,7 @@ class KindsOfModel:
     lower: Lower
     cluster: ClusterSpec
     depth: Depth
-    _samples: dict[tuple[int, bool, tuple[Strategy, ...]], KindSamples] = field(default_factory=dict)
+    _samples: dict[tuple[int, tuple[Strategy, ...]], KindSamples] = field(default_factory=dict)
 
     def candidate(
         self, strategy: Strategy, layers: Layers, flat: Candidate | None, anchors: tuple[int, ...]
@@ -269,16 +271,14 @@ class KindsOfModel:
         model cannot stand for, and what `fxpar.lower` raises.
         """
         stages = self._stages(strategy, layers)
-        same = all(stage.more == stages[0].more for stage in stages)
         most = max(len(stage.kinds) for stage in stages)
         grown = [[stage.sample(kind) for stage in stages] for kind in (None, *range(most))]
         shallow = [_small(strategy, layers, stages, kinds) for kinds in grown]
-        key = strategy.stages, same, tuple(shallow)
+        key = strategy.stages, tuple(shallow)
         if key not in self._samples:
-            like = flat if same else None  # equal stages need not all be looked at
             made = (self._sample(one, strategy, layers, kinds) for one, kinds in zip(shallow, grown, strict=True))
             self._samples[key] = KindSamples(
-                tuple(Candidate(strategy, self.cluster, anchors, (n,), Fraction(0), (one,), like) for n, one in made),
+                tuple(Candidate(strategy, self.cluster, anchors, (n,), Fraction(0), (one,)) for n, one in made),
                 layers.name,
             )
         found = self._samples[key]

@@ -281,28 +281,27 @@ class Candidate(Priced):
             found.append(Memory(*(round(extrapolated(column, steps)) for column in columns)))
         return max(found, key=lambda one: one.peak_bytes)
 
-    def at_positions(self, tokens: int) -> list[Memory]:
-        """Of the first sample, by position of the pipeline."""
-        return self._sampled(tokens)[0]
-
     def _sampled(self, tokens: int) -> list[list[Memory]]:
-        """By sample, then by position of the pipeline."""
+        """By sample, then by position of the pipeline that is looked at."""
         if tokens not in self._samples:
-            self._samples[tokens] = [self._of_program(program, tokens) for program in self.programs]
+            looked_at = None if self.flat is None else equal_positions(self.strategy.stages)
+            self._samples[tokens] = [
+                [self.memory_of(program, rank) for rank in self.over_time(program, tokens, looked_at, brief=True)]
+                for program in self.programs
+            ]
         return self._samples[tokens]
 
-    def _of_program(self, program: TrainGraph, tokens: int) -> list[Memory]:
+    def memory_of(self, program: TrainGraph, rank: RankMemory) -> Memory:
         """With what pads the parameters of a rank in its arena."""
-        ranks = self.over_time(program, tokens, brief=True)
-        return [memory_of_rank(one.prediction, ALIGN_BYTES * _params_of(program, one.ranks[0])) for one in ranks]
+        return memory_of_rank(rank.prediction, ALIGN_BYTES * _params_of(program, rank.ranks[0]))
 
-    def over_time(self, program: TrainGraph, tokens: int, brief: bool = False) -> Sequence[RankMemory]:
-        """By position of the pipeline; `brief` as in `memory_over_time`."""
+    def over_time(
+        self, program: TrainGraph, tokens: int, positions: Sequence[int] | None = None, brief: bool = False
+    ) -> Sequence[RankMemory]:
+        """By position of the pipeline; `positions` and `brief` as in `memory_over_time`."""
         sizes = {dim.name: tokens for dim in program.dims if dim.name == "T"}
         count = steady_micro_batches(self.strategy)
-        # Of equal stages the second has most micro-batches under way.
-        looked_at = None if self.flat is None else (0, 1, self.strategy.stages - 1)
-        asked = {"micro_batches": count, "cluster": self.cluster, "positions": looked_at, "brief": brief}
+        asked = {"micro_batches": count, "cluster": self.cluster, "positions": positions, "brief": brief}
         return memory_over_time(program, sizes, **asked).ranks  # type: ignore[arg-type]
 
     @cached_property
@@ -314,6 +313,13 @@ class Candidate(Priced):
     @cached_property
     def pace(self) -> Pace | None:
         return flowing_pace(self.programs[0])
+
+
+def equal_positions(stages: int) -> tuple[int, ...]:
+    """Where ranks of a pipeline hold most whose stages between the first and the last are all alike: of those the
+    second has most micro-batches under way.
+    """
+    return tuple(sorted({0, min(1, stages - 1), stages - 1}))
 
 
 def _params_of(program: TrainGraph, rank: int) -> int:

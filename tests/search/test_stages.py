@@ -12,6 +12,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.models.builtin import packed_lm_loss
 from fxpar.search.bounds import Intervals
 from fxpar.search.chosen import lowering
+from fxpar.search.kinds import MixedCandidate
 from fxpar.search.known import KnownModel
 from fxpar.search.price import Candidate, Depth
 from fxpar.search.pricing import SetPricer
@@ -31,6 +32,9 @@ BATCHES = ((512, 400, 300, 200, 512, 128) * 4,)
 def known(vocab: int) -> KnownModel:
     lower, outlines = lowering(functools.partial(stack_rows, vocab=vocab))
     return KnownModel(lower, outlines, CLUSTER, Depth(LAYERS), (256, 4096))
+
+
+DEEP = KnownModel(*lowering(functools.partial(stack_rows, vocab=VOCAB)), CLUSTER, Depth(16), (256, 4096))
 
 
 def guess(vocab: int, text: str) -> StagedGuess:
@@ -95,6 +99,21 @@ def test_a_stage_with_a_large_head_gets_more_ranks():
     assert [stage.world for stage in best.by_stage] == [1, 3]
     assert best.pipeline.cuts
     assert proposed[0].cost.seconds([LONGEST]) < 0.9 * guess(HEAD[0], HEAD[2]).cost.seconds([LONGEST])
+
+
+def test_equal_stages_with_other_numbers_of_layers():
+    """Of equal stages not all are looked at; of those that get other numbers of layers each is."""
+    equal = DEEP.candidate(Strategy.parse("pp4[layers.{0,4,8,12}: +remat]"), lambda _: None)
+    other = Strategy.parse("pp4+cut(layers.4|layers.8|layers.13)[layers.{0,4,8,13}: +remat]")
+    anew = DEEP.candidate(other, lambda _: None)
+    assert isinstance(equal, MixedCandidate)
+    assert isinstance(anew, MixedCandidate)
+    counted = equal.with_counts(other, [(1, 3), (1, 3), (1, 4), (1, 2)])
+    assert counted.more == anew.more
+    assert counted.predicted(LONGEST) == anew.predicted(LONGEST)
+    held = [anew.memory_at(place, (0, 0), LONGEST).step_bytes for place in range(3)]
+    assert held == sorted(held, reverse=True)  # the third stage has fewer micro-batches under way than the second
+    assert [counted.memory_at(place, (0, 0), LONGEST).step_bytes for place in range(3)] == held
 
 
 @pytest.mark.parametrize("case", [SAVING, HEAD], ids=["one strategy", "stages that differ"])
