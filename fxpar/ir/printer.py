@@ -197,16 +197,14 @@ def _input_name(info: Input) -> str:
     return f"tangent_{info.fqn}" if info.kind == "tangent" else info.fqn
 
 
-def format_part(part: PrintedPart, *, fold: bool = True, only: str | None = None, fqn: str | None = None) -> list[str]:
-    """Lines for the inputs, the runs of nodes under headings, and the results; `only` keeps the run of that title,
-    `fqn` the nodes of modules that match.
+def format_part(part: PrintedPart, *, fold: bool = True, fqn: str | None = None) -> list[str]:
+    """Lines for the inputs, the runs of nodes under headings, and the results; `fqn` keeps the nodes of modules
+    that match.
     """
-    name, whole = part.names, only is None and fqn is None
+    name, whole = part.names, fqn is None
     lines = [f"%{name[n]} : {type_of(n)}" for n in part.inputs] if whole else []
     known: dict[tuple[str, ...], str] = {}
     for run in runs(part.graph):
-        if only is not None and run.title != only:
-            continue
         nodes = [n for n in run.nodes if matches(fqn_of(n), fqn)]
         body = [node_line(n, name, run.block, _MANY if fold else None) for n in nodes]
         if not body:

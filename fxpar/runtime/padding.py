@@ -73,16 +73,14 @@ def pad_batch(
     dims: tuple[Dim, ...],
     divisors: Mapping[str, int],
     batch: Mapping[str, Tensor],
-    rules: Mapping[str, Callable[[Tensor, int, int], Tensor]] | None = None,
     *,
     hazard: str | None = None,
 ) -> dict[str, Tensor]:
     """`batch` with every dynamic dim padded to a multiple of its divisor.
 
-    `rules` wins over what is known of a key. `hazard` is what in the model would see padding, in words. Raises PadError
-    if there is one, or if the padded size exceeds what the model allows.
+    `hazard` is what in the model would see padding, in words. Raises PadError if there is one, or if the padded size
+    exceeds what the model allows.
     """
-    known = {**_COUNTING, **(rules or {})}
     symbols = {d.symbol: d for d in dims}
     padded = dict(batch)
     for info in inputs:
@@ -101,7 +99,7 @@ def pad_batch(
             if hazard is not None:
                 why = f"{dim.name}={have} must be a multiple of {divisors[dim.name]}"
                 raise PadError(info.fqn, why, hazard)
-            rule = known.get(info.fqn) or _constant(padding_of(info.fqn, batch[info.fqn].dtype) or 0)
+            rule = _COUNTING.get(info.fqn) or _constant(padding_of(info.fqn, batch[info.fqn].dtype) or 0)
             so_far = padded[info.fqn]  # a [T, T] mask is padded twice
             padded[info.fqn] = torch.cat([so_far, rule(so_far, d, missing)], d)
     return padded

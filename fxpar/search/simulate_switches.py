@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.strategy import Strategy
 from fxpar.search.published import A800, FIGURE_8_GB, LAYERS_32B, LAYOUTS
 from fxpar.search.switching import Outlines
@@ -74,7 +73,6 @@ def _deepened(layout: ParamLayout) -> ParamLayout:
 def figure_8(
     layouts: Mapping[str, ParamLayout],
     planners: Sequence[str] = tuple(PLANNERS),
-    cluster: ClusterSpec = A800,
     what: Sequence[str] = WHAT,
 ) -> list[Switched]:
     """Every switch, each plan verified."""
@@ -83,7 +81,7 @@ def figure_8(
         placed = {name: one if kind == "weights" else one.scattered() for name, one in layouts.items()}
         for source, target in itertools.permutations(placed, 2):
             for planner in planners:
-                plan = plan_switch(placed[source], placed[target], cluster, planner)
+                plan = plan_switch(placed[source], placed[target], A800, planner)
                 plan.verify()
                 found.append(_switched(kind, source, target, plan))
     return found

@@ -75,16 +75,14 @@ def _positional(model: nn.Module, count: int) -> list[str]:
     return [*names, *(f"argument.{i}" for i in range(len(names), count))][:count]
 
 
-def call_key(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, dynamic: Dynamic = "auto"
-) -> Hashable:
+def call_key(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Hashable:
     """What a captured forward depends on besides the model and `gradients`: equal keys, one graph.
 
     Structure, dtypes, static sizes and names of dynamic dims, who requires a gradient (arguments and parameters), what
     is no tensor, modes of the modules, autocast.
     """
     call = take_call(model, args, kwargs or {})
-    dims = resolve_dynamic(dynamic, call.tensors)
+    dims = resolve_dynamic("auto", call.tensors)
     tensors = tuple(
         (key, t.dtype, t.requires_grad, tuple(map(str, dims.expressions(key, t)))) for key, t in call.tensors.items()
     )

@@ -102,14 +102,6 @@ def test_a_model_that_sees_padding_is_an_error():
     batch = {"pixels": torch.zeros(1, 7)}
     with pytest.raises(PadError, match="batch key 'pixels' cannot be padded: T=7 must be a multiple of 4; conv at x"):
         pad_batch(inputs(pixels=(1, T)), DIMS, {"T": 4}, batch, hazard="conv at x")
-    rules = {"pixels": lambda x, dim, count: torch.full((1, count), 9.0)}
-    assert pad_batch(inputs(pixels=(1, T)), DIMS, {"T": 4}, batch, rules)["pixels"][0].tolist() == [0.0] * 7 + [9.0]
-
-
-def test_rules_win_over_the_known_ones():
-    batch = {"labels": torch.zeros(1, 3, dtype=torch.int64)}
-    rules = {"labels": lambda x, dim, count: torch.full((1, count), -1)}
-    assert pad_batch(inputs(labels=(1, T)), DIMS, {"T": 4}, batch, rules)["labels"][0, 3] == -1
 
 
 def test_padding_beyond_what_the_model_allows():

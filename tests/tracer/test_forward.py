@@ -46,7 +46,6 @@ def test_calls_with_other_keys_differ():
         key((x, "other")),
         key((x.clone().requires_grad_(),)),
         key((x,), {"extra": [x]}),
-        key((x,), dynamic=None),
         key((x[None],)),
     ]
     with torch.autocast("cpu", torch.bfloat16):
