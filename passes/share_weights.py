@@ -27,7 +27,7 @@ from typing import ClassVar, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from fxpar.errors import PassContractError, StageParamError, StorageError
+from fxpar.errors import PassContractError, StageParamError, StorageError, a_type
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.pass_base import Tier
@@ -175,7 +175,7 @@ def laid_out(
     """
     storage: object = sharing.lay_out(programs, rank, resident)
     if not isinstance(storage, SharedStorage):
-        why = f"lay_out returns a SharedStorage of buffers and views, no {type(storage).__name__}"
+        why = f"lay_out must return a SharedStorage of buffers and views, not {a_type(storage)}"
         raise PassContractError(sharing.name, why)
     if type(sharing) is not ShareWeights:
         check_storage(sharing.name, programs, rank, programs if resident is None else resident, storage)
@@ -200,9 +200,11 @@ def check_storage(
                 wanted = f"{dtype}{list(piece.shape)}, not {view.dtype}{list(view.shape)}"
                 raise StorageError(name, fqn, strategy, rank, f"the rank holds {wanted}")
             if view.offset < 0 or view.ends[1] > storage.numel.get((view.pool, dtype), 0):
-                raise StorageError(name, fqn, strategy, rank, "its view goes beyond the buffer")
+                raise StorageError(name, fqn, strategy, rank, "its view ends beyond the buffer")
             if strategy in resident and view.pool != "resident":
-                raise StorageError(name, fqn, strategy, rank, "the strategy stays, and its weight lies in the arena")
+                raise StorageError(
+                    name, fqn, strategy, rank, "the strategy is resident, but the view is in the pool 'arena'"
+                )
             held.append(_Held(fqn, strategy, piece, view))
         standing += [one for one in held if one.view.pool == "resident"]
         _check_apart(name, rank, [one for one in held if one.view.pool == "arena"])
@@ -234,12 +236,14 @@ def _check_apart(name: str, rank: int, held: list[_Held]) -> None:
     ):
         end, before = ends.get(one.view.dtype, (0, None))
         if one.view.ends[0] < end and before is not None and one.piece.numel:
-            raise StorageError(name, one.fqn, one.strategy, rank, f"it lies over {before.fqn} of '{before.strategy}'")
+            raise StorageError(
+                name, one.fqn, one.strategy, rank, f"its view overlaps {before.fqn} of '{before.strategy}'"
+            )
         steps = sorted((step, size) for step, size in zip(one.view.stride, one.view.shape, strict=True) if size > 1)
         reach = 1
         for step, size in steps:
             if step < reach:
-                raise StorageError(name, one.fqn, one.strategy, rank, "its view has elements on top of each other")
+                raise StorageError(name, one.fqn, one.strategy, rank, "elements of its view overlap")
             reach = step * size
         if one.view.ends[1] > end:
             ends[one.view.dtype] = (one.view.ends[1], one)

@@ -150,11 +150,11 @@ def check_expert_chunks(logical: LogicalGraph, strategy: Strategy) -> None:
             raise ExpertChunksError(text, where, "are on every rank", do)
         if strategy.share_of("lsh", strategy.rule_of(module, "lsh")):
             do = f"Leave one of the two out, as in [{module or '*'}: +ep_chunks(1)]."
-            raise ExpertChunksError(text, where, "see means of all rows of a rank, by lsh(...)", do)
+            raise ExpertChunksError(text, where, "see means of all rows of a rank, because of lsh(...)", do)
     for rule in sorted(said, key=lambda rule: -1 if rule is None else rule):
         where = f"model {logical.name!r}" if rule is None else f"the modules of rule {str(strategy.rules[rule])!r}"
         do = "Leave the flag out, or write it for modules around experts."
-        raise ExpertChunksError(text, where, "has none" if rule is None else "have none", do)
+        raise ExpertChunksError(text, where, "has no experts" if rule is None else "have no experts", do)
 
 
 def _mixes_experts(made: Any, params: Collection[fx.Node], sizes: Sizes, degree: int) -> fx.Node | None:

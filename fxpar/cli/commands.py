@@ -1,6 +1,6 @@
 """The words of each command that takes a MODEL: a dataclass whose fields are its options, its docstring the help.
 
-Nothing here imports torch. What a command does is in the module of its name; `fxpar.cli.app` puts both together.
+Nothing here imports torch. What a command does is in the module of its name; `fxpar.cli.command` puts both together.
 Annotations are read as values, so they are not postponed here.
 """
 

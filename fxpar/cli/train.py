@@ -138,7 +138,7 @@ def compared(request: TrainRequest, config: TrainConfig) -> str | None:
     if request.compare is None:
         return None
     if config.tasks:
-        raise CompareError("it is of one loss, and this configuration has tasks: leave it out")
+        raise CompareError("it is for one loss, and this configuration has tasks: leave it out")
     strategy = request.compare
     if strategy == STATIC and config.strategies:
         strategy = config.strategies[-1][1]

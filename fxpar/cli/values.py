@@ -65,6 +65,8 @@ class ReadsWords:
 
 def _read_here(param: Any, kind: Any, option: Any) -> Any:
     """The same parameter, whose values are of `kind`, within the limits of `option`."""
+    if not isinstance(param, TyperArgument | TyperOption):
+        return param  # `--help` where typer leaves it to click
     cls: Any = _Argument if isinstance(param, TyperArgument) else _Option
     made = cls.__new__(cls)
     vars(made).update(vars(param))

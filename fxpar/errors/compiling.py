@@ -167,12 +167,12 @@ class PassContractError(FxparError):
 
 
 class StorageError(FxparError):
-    """What a pass of the user's has laid out is no storage for the weights of all strategies."""
+    """What a pass of the user's has laid out does not hold the weights of all strategies."""
 
     def __init__(self, name: str, fqn: str, strategy: str, rank: int, why: str) -> None:
         super().__init__(
             f"pass {name!r}: {fqn} of '{strategy}' on rank {rank}: {why}. Give each parameter of a strategy a view of "
-            "its own, or inside of the view of another strategy that has this piece of the parameter and more"
+            "its own, or one inside the view of another strategy that holds this piece and more"
         )
 
 

@@ -66,7 +66,7 @@ class OneTeamError(FxparError):
     def __init__(self, command: str, strategy: str, teams: Sequence[str]) -> None:
         super().__init__(
             f"{command} looks at one strategy at a time, and {strategy!r} is {len(teams)} side by side. Name one of "
-            f"them, such as {teams[0]!r}: the graph of a team is just that one's"
+            f"them, such as {teams[0]!r}: the graph of a team is that of its strategy"
         )
 
 

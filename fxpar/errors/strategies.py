@@ -96,8 +96,8 @@ class TeamsBufferError(FxparError):
     def __init__(self, strategy: str, buffers: Sequence[str]) -> None:
         super().__init__(
             f"strategy {strategy!r}: a step writes {', '.join(map(repr, buffers[:3]))}"
-            f"{' and others' if len(buffers) > 3 else ''}, and teams side by side run other sequences, so that each "
-            "would write something else. Give all ranks one strategy, or freeze what writes them (BatchNorm: "
+            f"{' and others' if len(buffers) > 3 else ''}, and teams side by side run other sequences, so their "
+            "buffers would differ. Give all ranks one strategy, or freeze what writes them (BatchNorm: "
             "model.eval(), or GroupNorm in its place)."
         )
 
@@ -109,8 +109,8 @@ class TeamsGatherError(FxparError):
         super().__init__(
             f"strategy {strategy!r}: teams that all have zero3 gather parameters over all ranks, layer by layer and "
             f"together, and {team!r} {why}. Write the largest replicas first, dp before other axes, and the "
-            "same tp, sp, remat and rules for every team; or zero2 for one of them: then each cuts parameters over its "
-            "own ranks."
+            "same tp, sp, remat and rules for every team; or zero2 for one of them: then each shards over its own "
+            "ranks."
         )
 
 
@@ -265,8 +265,8 @@ class ExpertChunksError(FxparError):
 
     def __init__(self, strategy: str, where: str, why: str, do: str) -> None:
         super().__init__(
-            f"strategy {strategy!r}: ep_chunks(...) says in how many chunks tokens travel to experts of other ranks, "
-            f"but {where} {why}. {do}"
+            f"strategy {strategy!r}: ep_chunks(...) is the number of chunks in which tokens travel to experts on other "
+            f"ranks, but {where} {why}. {do}"
         )
 
 

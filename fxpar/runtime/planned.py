@@ -49,14 +49,14 @@ def check_choice(options: ParallelizeOptions) -> None:
     for name in _OF_A_SEARCH:
         if given == AUTO and getattr(options, name) is None:
             raise ParallelizeError(
-                f'strategies="auto" is chosen for {name}=, and there is none. Say both, as in lengths=[812, '
-                "4096, ...], tokens_per_step=65536: those of your sequences, and the tokens of a mini-batch"
+                f'strategies="auto" needs {name}=. Give both: lengths=[812, 4096, ...], those of your sequences, and '
+                "tokens_per_step=65536, the tokens of a mini-batch"
             )
         if given != AUTO and getattr(options, name) is not None:
             raise ParallelizeError(f'{name}= is for strategies="auto"')
     for name in _OF_STRATEGIES:
         if given == AUTO and getattr(options, name) is not None:
-            raise ParallelizeError(f'{name}= is of strategies that are known, not for strategies="auto"')
+            raise ParallelizeError(f'{name}= needs strategies that are known, not strategies="auto"')
 
 
 def _check_beside_tasks(options: ParallelizeOptions) -> None:
@@ -67,12 +67,12 @@ def _check_beside_tasks(options: ParallelizeOptions) -> None:
             do = f"give fxpar.Task({name}=...)" if name in ("loss", "example", "compiled") else "give strategies={...}"
             if name == "order":
                 do = "leave it out, as they run in the order in which they are given"
-            raise ParallelizeError(f"{name}= is of one loss, and there are tasks=: {do}")
+            raise ParallelizeError(f"{name}= is for one loss, and there are tasks=: {do}")
     if options.strategies == AUTO:
-        why = 'strategies="auto" is of one loss, and there are tasks='
+        why = 'strategies="auto" is for one loss, and there are tasks='
         raise ParallelizeError(f"{why}: give strategies={{...}}, which fxpar tasks plan finds")
     if options.gradients != "home":
-        raise ParallelizeError(f"gradients={options.gradients!r} is of one loss, and there are tasks=: leave it out")
+        raise ParallelizeError(f"gradients={options.gradients!r} is for one loss, and there are tasks=: leave it out")
 
 
 def chosen(

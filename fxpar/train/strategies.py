@@ -108,7 +108,7 @@ def group_problems(strategies: Sequence[tuple[int, str]], ranks: Any) -> list[st
 def auto_problems(ranks: int | None, engine: Mapping[str, Any]) -> list[str]:
     """What strategies cannot be chosen for, or beside."""
     found = [
-        f'engine.{name} is of strategies that are known, not for strategies = "auto"'
+        f'engine.{name} needs strategies that are known, not strategies = "auto"'
         for name in ("token_budget", "token_budgets", "order")
         if engine[name]
     ]

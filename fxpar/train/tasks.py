@@ -91,19 +91,19 @@ def read_tables(tables: dict[str, Any], problems: list[str]) -> tuple[dict[str, 
 
 
 def one_loss_problems(tables: Mapping[str, Any]) -> list[str]:
-    """What stands beside tasks, but is of one loss that is trained on text."""
+    """What stands beside tasks, but is for one loss that is trained on text."""
     strategies, problems = tables.get("strategies", {}), []
     if "data" in tables:
-        problems.append("[data] is of one loss: each [task.NAME] has data of its own")
+        problems.append("[data] is for one loss: each [task.NAME] has data of its own")
     if not isinstance(strategies, dict) or STATIC in strategies:
         problems.append(
-            '"auto" and static are of one loss: give tasks strategies by length or rows, such as 64 = "dp2" or "auto"'
+            '"auto" and static are for one loss: give tasks strategies by length or rows, such as 64 = "dp2" or "auto"'
         )
     of_one_loss = {"engine": ("order", "gradients", "token_budgets"), "plan": ("drift", "residual", "exact_steps")}
     for section, key in ((section, key) for section, keys in of_one_loss.items() for key in keys):
         table = tables.get(section)
         if isinstance(table, dict) and table.get(key) not in (None, "home"):
-            problems.append(f"{section}.{key} is of one loss, and there are tasks: leave it out")
+            problems.append(f"{section}.{key} is for one loss, and there are tasks: leave it out")
     return problems
 
 
@@ -149,7 +149,7 @@ def _choice_problems(tasks: Tasks, strategies: Strategies, ranks: int | None) ->
     for name, task in tasks.items():
         own = task.by_length(strategies)
         if [text for _, text in own] != [AUTO]:
-            found.append(f'task.{name} must have one strategy, "auto", as others are chosen: write such as 64 = "auto"')
+            found.append(f'task.{name}: if one task is "auto", each must have it as its only strategy: 64 = "auto"')
         if task.ranks is not None:
             found.append(f"task.{name}.ranks are chosen with its strategy: leave them out")
     return found
@@ -191,7 +191,7 @@ def _fits(task: TaskConfig, where: str, problems: list[str]) -> bool:
     before = len(problems)
     for key in (AUTO, STATIC):
         if key in task.strategies:
-            problems.append(f"{where}.strategies.{key} is of one loss: give lengths or rows, such as 64")
+            problems.append(f"{where}.strategies.{key} is for one loss: give lengths or rows, such as 64")
             return False
     if task.strategies:
         read_by_length(task.strategies, problems, f"{where}.strategies")

@@ -36,8 +36,8 @@ def config(tmp_path, monkeypatch):
         (["tiny.toml", "--set", "strategies.512=dp4"], "must use all 4 ranks"),
         (["tiny.toml", "--set", "strategies=auto", "--ranks", "2"], '"auto" needs data.max_length'),
         (["tiny.toml", "--set", "strategies=auto", "--set", "data.max_length=64"], "needs run.ranks, or --ranks N"),
-        ([*AUTO, "--set", "engine.token_budget=64"], "engine.token_budget is of strategies that are known"),
-        ([*AUTO, "--set", 'engine.order=["dp2"]'], "engine.order is of strategies that are known"),
+        ([*AUTO, "--set", "engine.token_budget=64"], "engine.token_budget needs strategies that are known"),
+        ([*AUTO, "--set", 'engine.order=["dp2"]'], "engine.order needs strategies that are known"),
         ([*AUTO, "--compare", "dp4"], "strategy 'dp4' needs 4 ranks"),
         ([*AUTO, "--set", "strategies.64=dp2"], "strategies is not a section"),
         ([*AUTO, "--set", "strategies=atuo"], "strategy 'atuo'"),
@@ -240,7 +240,7 @@ def test_a_run_of_tasks_is_of_no_plan_and_not_compared(tmp_path):
     file.write_text(f'[model]\nname = "a.py:make"\n[task.one]\n{task}')
     status, _, err = fxpar("train", str(file), "--compare", "static")
     assert status == 1
-    assert "--compare: it is of one loss, and this configuration has tasks" in err
+    assert "--compare: it is for one loss, and this configuration has tasks" in err
     (tmp_path / "plan.toml").write_text(Plan("llama", 1, 500, (PlanGroup(8, "dp1", 8),)).to_toml())
     _, _, err = fxpar("train", str(file), "--plan", str(tmp_path / "plan.toml"))
     assert "a plan is for one loss, and this configuration has tasks. Leave --plan out" in err

@@ -135,8 +135,8 @@ def test_tokens_are_padded_for_all_chunks() -> None:
     [
         (moe, "dp2+ep_chunks(2)", "those of 'layers.0.experts' are on every rank. Give them ep, such as ep2"),
         (moe, "ep2+lsh(0.2)+ep_chunks(2)", r"see means of all rows .* \[layers.0.experts: \+ep_chunks\(1\)\]"),
-        (moe, "ep2[embedding: +ep_chunks(2)]", r"the modules of rule 'embedding: \+ep_chunks\(2\)' have none"),
-        (llama, "rows2+ep_chunks(2)", "model 'Llama' has none. Leave the flag out"),
+        (moe, "ep2[embedding: +ep_chunks(2)]", r"the modules of rule 'embedding: \+ep_chunks\(2\)' have no experts"),
+        (llama, "rows2+ep_chunks(2)", "model 'Llama' has no experts. Leave the flag out"),
     ],
 )
 def test_what_cannot_be(captured, strategy: str, says: str) -> None:

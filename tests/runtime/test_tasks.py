@@ -269,9 +269,9 @@ def test_what_is_refused(ran):
         ({"tasks": {}}, "has a name and is fxpar.Task"),
         ({"tasks": {"a:b": tasks()["pairs"]}}, "is not a name"),
         ({"tasks": {"pairs": print}}, "task 'pairs' is <built-in"),
-        ({"tasks": tasks(), "example": {}}, "example= is of one loss, and there are tasks=: give fxpar.Task"),
-        ({"tasks": tasks(), "strategies": "auto"}, 'strategies="auto" is of one loss'),
-        ({"tasks": tasks(), "strategies": STRATEGIES, "gradients": "chain"}, "gradients='chain' is of one loss"),
+        ({"tasks": tasks(), "example": {}}, "example= is for one loss, and there are tasks=: give fxpar.Task"),
+        ({"tasks": tasks(), "strategies": "auto"}, 'strategies="auto" is for one loss'),
+        ({"tasks": tasks(), "strategies": STRATEGIES, "gradients": "chain"}, "gradients='chain' is for one loss"),
     ],
 )
 def test_options_that_do_not_go_together(options, why):

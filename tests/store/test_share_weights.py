@@ -140,11 +140,11 @@ def test_what_does_not_stay_takes_turns(resident):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"offset": 1 << 20}, "goes beyond the buffer"),
-        ({"offset": 0}, "it lies over layers.0.w of 'rows'"),
-        ({"stride": (0, 1)}, "elements on top of each other"),
+        ({"offset": 1 << 20}, "ends beyond the buffer"),
+        ({"offset": 0}, "its view overlaps layers.0.w of 'rows'"),
+        ({"stride": (0, 1)}, "elements of its view overlap"),
         ({"shape": (8, 32)}, r"holds torch.float32\[16, 32\], not torch.float32\[8, 32\]"),
-        ({"pool": "arena"}, "goes beyond the buffer"),
+        ({"pool": "arena"}, "ends beyond the buffer"),
         (None, "it has no view"),
     ],
 )
@@ -180,11 +180,11 @@ class Nothing(ShareWeights):
 
 def test_what_a_pass_lays_out_is_checked_whatever_it_is_made_of():
     programs = {"tp4": weights("tp4", "tp", "")}
-    with pytest.raises(StorageError, match="on rank 1: it lies over") as found:
+    with pytest.raises(StorageError, match="on rank 1: its view overlaps") as found:
         laid_out(OnTop(), programs, 1)
     assert str(pickle.loads(pickle.dumps(found.value))) == str(found.value)  # told to all ranks
     with pytest.raises(
-        PassContractError, match="lay_out returns a SharedStorage of buffers and views, no dict"
+        PassContractError, match="lay_out must return a SharedStorage of buffers and views, not a dict"
     ) as other:
         laid_out(Nothing(), programs, 1)
     assert str(pickle.loads(pickle.dumps(other.value))) == str(other.value)

@@ -52,15 +52,15 @@ def test_values_and_defaults():
             [
                 "task.pairs.los is not a known key; did you mean 'loss'?",
                 "task.text.items = 0 must be 1 or more",
-                "[data] is of one loss: each [task.NAME] has data of its own",
-                "engine.order is of one loss, and there are tasks: leave it out",
-                "plan.drift is of one loss, and there are tasks: leave it out",
+                "[data] is for one loss: each [task.NAME] has data of its own",
+                "engine.order is for one loss, and there are tasks: leave it out",
+                "plan.drift is for one loss, and there are tasks: leave it out",
             ],
         ),
-        (["engine.gradients=chain"], ["engine.gradients is of one loss"]),
-        (["plan.residual=0.5"], ["plan.residual is of one loss"]),
-        (["strategies=auto"], ['"auto" and static are of one loss: give tasks strategies by length or rows']),
-        (["task.text.strategies.static=dp3"], ["task.text.strategies.static is of one loss"]),
+        (["engine.gradients=chain"], ["engine.gradients is for one loss"]),
+        (["plan.residual=0.5"], ["plan.residual is for one loss"]),
+        (["strategies=auto"], ['"auto" and static are for one loss: give tasks strategies by length or rows']),
+        (["task.text.strategies.static=dp3"], ["task.text.strategies.static is for one loss"]),
         (["task.text.strategies.x=dp3"], ["task.text.strategies.x is not a length in tokens"]),
         (["task.pairs.ranks=[0, 2]"], ["task.pairs.ranks = [0, 2] must be consecutive ones of 0 to 2"]),
         (["task.pairs.ranks=[]"], ["task.pairs.ranks = [] must name ranks"]),
@@ -92,9 +92,11 @@ def test_strategies_that_are_yet_to_be_chosen():
     assert not chooses((fixed := parse(TASKS)).tasks, fixed.strategies)
     assert config_from_json(json.loads(json.dumps(config.to_json()))) == config
     assert '"auto" needs run.ranks, or --ranks N' in message(text=auto)
-    assert 'task.text must have one strategy, "auto", as others are chosen' in message("run.ranks=4", text=chosen)
+    assert 'task.text: if one task is "auto", each must have it as its only strategy' in message(
+        "run.ranks=4", text=chosen
+    )
     both = auto.replace('8 = "auto"', '8 = "auto", 4 = "auto"')
-    assert 'task.pairs must have one strategy, "auto"' in message("run.ranks=4", text=both)
+    assert 'task.pairs: if one task is "auto", each must' in message("run.ranks=4", text=both)
     assert "task.pairs.ranks are chosen with its strategy" in message("run.ranks=4", "task.pairs.ranks=[0]", text=auto)
     assert "x is not a length in tokens" in message("run.ranks=4", "task.pairs.strategies.x=auto", text=auto)
 
