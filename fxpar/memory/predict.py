@@ -20,11 +20,9 @@ from fxpar.memory.parts import accumulating_graph
 from fxpar.memory.pipeline import pipeline_over_time
 from fxpar.memory.prediction import MemoryOverTime, MemoryPrediction, RankMemory
 from fxpar.memory.series import Peak, Series
-from fxpar.memory.state import home_bytes
+from fxpar.memory.state import home_bytes, sums_bytes
 from fxpar.memory.workspace import Conditions
-from fxpar.store.home import home_layout, param_specs
 from fxpar.switch.layout import layout_of
-from fxpar.switch.node_first import room_for_sums
 
 
 def steady_micro_batches(strategy: Strategy) -> int:
@@ -80,7 +78,7 @@ def memory_over_time(
     sums = 0
     if cluster is not None:
         cluster.require(program.strategy.world)
-        sums = room_for_sums(home_layout(param_specs(program), program.strategy.world), cluster, staging_bytes)
+        sums = sums_bytes(program, cluster, staging_bytes)
     if isinstance(program, TeamsGraph):
         asked = {"micro_batches": micro_batches, "staging_bytes": staging_bytes, "conditions": conditions}
         return _teams_over_time(program, whole, sums, **asked)

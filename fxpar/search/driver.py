@@ -26,7 +26,7 @@ from functools import cached_property
 import numpy as np
 
 from fxpar.errors import NoCandidateError, SequenceFitsNowhereError
-from fxpar.ir.collector import collector_paused
+from fxpar.ir.collector import collector_paused, collector_reset
 from fxpar.ir.strategy import Strategy, of_degrees
 from fxpar.search.blends import Between
 from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
@@ -64,8 +64,9 @@ def find_plan_of(problem: Problem, known: KnownModel, said: Said = lambda _: Non
     """`find_plan` for a model of which something may be known from other problems with the same cluster."""
     begun = time.process_time()
     search = _Search(problem, known, said)
-    search.lower_all()
-    return search.found(begun)
+    with collector_reset():
+        search.lower_all()
+        return search.found(begun)
 
 
 @dataclass
@@ -119,7 +120,7 @@ class _Search:
         more = (replace(shape, chunks=1), level + 1) if level + 1 < len(SAVINGS) else None
         if strategy is None:
             return more
-        with collector_paused():
+        with collector_paused(stays=True):
             one = self._guessed(strategy) or self.known.candidate(strategy, self.said)
             if one is None:
                 return more if shape.chunks > 1 else None
@@ -247,9 +248,12 @@ class _Search:
             plans = different(sorted(found, key=_seconds), self.pricer)
             best = [static, *plans[: self.problem.keep]]
             groups = [self._groups_of(plan) for plan in best]
-            if not any([self._disappoints(one, plan) for one, plan in zip(groups, best, strict=True)]):
+            with collector_paused(stays=True):
+                disappointing = [self._disappoints(one, plan) for one, plan in zip(groups, best, strict=True)]
+            if not any(disappointing):
                 break
-        found, *kept = [self._refined(one, rules=number < 2) for number, one in enumerate(groups)]
+        with collector_paused(stays=True):
+            found, *kept = [self._refined(one, rules=number < 2) for number, one in enumerate(groups)]
         kept.sort(key=_seconds)
         better = found.predicted_s < kept[0].predicted_s  # by rules
         return different([found, *kept], self.pricer)[: self.problem.keep] if better else kept, found
@@ -280,7 +284,7 @@ class _Search:
                 share = self._best_share(strategy, other, settled, best.predicted_s)
                 for variant in filter(None, (other, share)):
                     tried = _with(variant, strategy, settled)
-                    if self.pricer.at_best_s(tried, best.predicted_s) >= best.predicted_s:
+                    if self.pricer.at_best_s(tried) >= best.predicted_s:
                         continue  # what it needs takes long to find
                     # As it is guessed first: what it holds takes longer to find than what it takes.
                     for settle in (False, True):
@@ -303,7 +307,7 @@ class _Search:
             guess = Between(replace(other.strategy, offload=share), other.cluster, other.anchors, none, other, share)
             return _with(guess, strategy, chosen)
 
-        if all(self.pricer.at_best_s(tried(share), must_s) >= must_s for share in SHARES):
+        if all(self.pricer.at_best_s(tried(share)) >= must_s for share in SHARES):
             return None
         seconds: dict[float, float] = {}
         for share in (0.0, *SHARES, 1.0):
