@@ -107,7 +107,9 @@ class _Ways:
                 self.known[key] = layout.held.placed(layout.replicas)
             else:
                 try:
-                    self.known[key] = Held.of(lower(step.logical, option.strategy, for_store=True, verified=False), step.tokens)
+                    self.known[key] = Held.of(
+                        lower(step.logical, option.strategy, for_store=True, verified=False), step.tokens
+                    )
                 except FxparError:
                     return None
         return self.known[key]
