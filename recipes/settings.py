@@ -13,13 +13,9 @@ from typing import Any, Literal
 
 from fxpar.recipes import torchtitan_api as titan
 
+# It means what it means in torchtitan; a strategy or another setting of fxpar says it instead; it has no effect; it is
+# an error that says what to set, unless it has the value that fxpar takes. Of the two in the middle one is warned.
 Verdict = Literal["kept", "strategy", "unused", "refused"]
-VERDICTS: dict[Verdict, str] = {
-    "kept": "means what it means in torchtitan",
-    "strategy": "a strategy or another setting of fxpar says it instead; a warning if it is set",
-    "unused": "has no effect; a warning if it is set",
-    "refused": "an error that says what to set, unless it has the value that fxpar takes",
-}
 # Settings whose fields have verdicts of their own; any other is one of torchtitan's components, judged as a whole.
 SECTIONS = ("training", "parallelism", "compile", "comm", "debug")
 
@@ -169,4 +165,4 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-__all__ = ["SECTIONS", "SETTINGS", "VERDICTS", "Setting", "options", "setting_of", "table", "unheard"]
+__all__ = ["SECTIONS", "SETTINGS", "Setting", "Verdict", "options", "setting_of", "table", "unheard"]

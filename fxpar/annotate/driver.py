@@ -25,7 +25,14 @@ from fxpar.annotate.bins import check_bins
 from fxpar.annotate.experts import check_experts
 from fxpar.annotate.module_rules import check_rules
 from fxpar.annotate.nesting import combine, is_within, modules_in_order_of_search
-from fxpar.annotate.notes import Choice, note_attention, note_missing_rules, note_uncut, warn_of_missing_rules
+from fxpar.annotate.notes import (
+    Choice,
+    note_attention,
+    note_idle_flags,
+    note_missing_rules,
+    note_uncut,
+    warn_of_missing_rules,
+)
 from fxpar.annotate.policy import ContextAxis, boundary_placement, grad_cost, resolve_overrides
 from fxpar.annotate.problem import RECEIVED, AxisProblem, build
 from fxpar.annotate.roles import Policy, check_options, policy_of
@@ -161,6 +168,7 @@ def search_placements(graph: AnnotatedGraph) -> tuple[AxisSearch, ...]:
     _write(graph, choices, token)
     note_attention(graph, choices, sizes)
     note_uncut(graph, choices)
+    note_idle_flags(graph)
     note_missing_rules(graph)
     if token is not None:
         graph.divisors[str(token)] = strategy.token_parts

@@ -1,4 +1,6 @@
-"""What a user is told of placements: attention that is not cut, an axis that cuts nothing, ops without a rule."""
+"""What a user is told of placements: attention that is not cut, an axis that cuts nothing, flags without effect, ops
+without a rule.
+"""
 
 from __future__ import annotations
 
@@ -66,6 +68,19 @@ def note_uncut(graph: AnnotatedGraph, choices: Mapping[str, Choice]) -> None:
                 f"{axis} shards no parameter{'' if graph.strategy.overrides else none}, so every {axis} rank holds "
                 "all of them and does all the work"
             )
+
+
+def note_idle_flags(graph: AnnotatedGraph) -> None:
+    """Say which flags of the strategy find nothing to work on."""
+    strategy = graph.strategy
+    uses = {USES[axis] for atom in strategy.model_axes for axis in strategy.atoms[atom]}
+    if strategy.sp and "weights" not in uses:
+        graph.notes.append("sp has no effect: it shards tokens over the ranks of tp, and there is no tp")
+    params = [info.fqn for info in graph.inputs if info.kind == "param"]
+    if strategy.zero and not any(map(strategy.data_axes_of, params)):
+        graph.notes.append(
+            f"zero{strategy.zero} has no effect: it shards what several replicas hold, and there is one (no dp, no cp)"
+        )
 
 
 def note_missing_rules(graph: AnnotatedGraph) -> None:

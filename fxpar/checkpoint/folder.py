@@ -119,12 +119,3 @@ def remove(path: Path) -> None:
         path.rename(aside)
         path = aside
     shutil.rmtree(path, ignore_errors=True)
-
-
-def sync_folder(path: Path) -> None:
-    """Bring a folder's entries to the disk, so that a rename survives a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

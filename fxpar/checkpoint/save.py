@@ -20,10 +20,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from fxpar.checkpoint.agree import agreed, gathered, group_of, rank_in, watched
-from fxpar.checkpoint.folder import complete, free_path, remove, sync_folder, unfinished
+from fxpar.checkpoint.folder import complete, free_path, remove, unfinished
 from fxpar.checkpoint.lock import take
 from fxpar.checkpoint.manifest import FileSum, Manifest, sum_file, write_json, write_manifest
 from fxpar.checkpoint.state import Content, collect
+from fxpar.data.cache import sync
 from fxpar.errors import CheckpointError, CheckpointInUseError, CheckpointValueError, CheckpointWriteError
 
 PLAIN = "state.json"
@@ -238,9 +239,9 @@ def _finish(place: _Place, step: int, content: Content, sums: list[dict[str, Fil
     before = complete(folder, skip_unreadable=True)
     sequence = 1 + max((entry.manifest.sequence for entry in before), default=0)
     write_manifest(place.aside, Manifest(step, sequence, len(sums), files))
-    sync_folder(place.aside)
+    sync(place.aside)
     place.aside.rename(place.final)
-    sync_folder(folder)
+    sync(folder)
     with contextlib.suppress(OSError):  # the checkpoint is written; what cannot be removed now is the next save's
         for entry in complete(folder, skip_unreadable=True)[:-keep]:
             remove(entry.path)

@@ -11,9 +11,10 @@ import torch
 
 from fxpar.cli.options import GraphSource
 from fxpar.cli.source import read_rows, storage_dtype
-from fxpar.errors import SidesError, UnknownPassError
+from fxpar.errors import PassStepError, SidesError, UnknownPassError
 from fxpar.graph_diff import Digest, digest, joined
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
+from fxpar.ir.pass_names import PASSES, SHARING
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import graphs_after, lower
 from fxpar.lowering.ladder import default_passes
@@ -22,10 +23,15 @@ FIRST = "annotate"
 
 
 def step_name(text: str) -> str:
-    """The pass of the ladder that `text` names, or has as its number in `fxpar passes`. Raises UnknownPassError."""
+    """The pass of the ladder that `text` names, or has as its number in `fxpar passes`. Raises UnknownPassError,
+    PassStepError.
+    """
     names = [step.name for step in default_passes()]
     if text.isascii() and text.isdigit() and int(text) < len(names):
         return names[int(text)]
+    if text in PASSES.available() and text not in names:
+        show = f"dump MODEL -s A,B --after {SHARING}" if text == SHARING else f"passes {text}"
+        raise PassStepError(text, f"fxpar {show}")
     if text not in names:
         raise UnknownPassError(text, names)
     return text

@@ -24,6 +24,7 @@ from fxpar.cli.request import (
     collected_warnings,
     in_precision,
     load_model,
+    named_once,
     parse_precision,
     write_json,
 )
@@ -89,16 +90,15 @@ def run_check(request: CheckRequest) -> bool:
     concerns one strategy is a result of that strategy.
     """
     source = request.source
-    strategies = strategies_of(source, request.strategy_texts, request.takes_rounds)
+    strategies, notes = named_once(strategies_of(source, request.strategy_texts, request.takes_rounds))
     for strategy in strategies:
         if strategy.world > MOST_RANKS:
             raise CheckedRanksError(str(strategy), strategy.world, MOST_RANKS)
     precision = parse_precision(source.precision)
     check_output(request.json)
-    notes: list[str] = []
     console = stderr_console() if request.json == "-" else stdout_console()
     if source.is_file:
-        return _run_file(console, request, strategies)
+        return _run_file(console, request, strategies, notes)
     with working() as status, collected_warnings(notes):
         status.update(f"loading {source.model}")
         model = load_model(source.model, source.options, source.dtype, source.tokens, device="cpu", seed=request.seed)
@@ -123,9 +123,8 @@ def run_check(request: CheckRequest) -> bool:
     return all(result.ok for result in results) and (eager is None or equals_model(eager, request))
 
 
-def _run_file(console: Console, request: CheckRequest, strategies: list[Strategy]) -> bool:
+def _run_file(console: Console, request: CheckRequest, strategies: list[Strategy], notes: list[str]) -> bool:
     """The same for a graph file, which has no model to compare the captured graph with."""
-    notes: list[str] = []
     with working(f"checking {request.source.model}"), collected_warnings(notes):
         logical, results = check_file(
             request.source, strategies, tolerance=request.tolerance, compile=request.compile, seed=request.seed

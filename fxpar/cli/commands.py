@@ -5,6 +5,7 @@ Annotations are read as values, so they are not postponed here.
 """
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -22,6 +23,7 @@ from fxpar.cli.options import (
     OneStrategy,
     Strategies,
     Tflops,
+    check_ending,
     complete_models,
     complete_passes,
     one_strategy,
@@ -32,6 +34,13 @@ from fxpar.ir.pass_names import SHARING
 CAPACITY = re.compile(r"(\d{1,6}(?:\.\d{1,6})?) ?([mg]i?b)", re.IGNORECASE)
 _CAPACITY_UNITS = {"mb": 10**6, "gb": 10**9, "mib": 2**20, "gib": 2**30}
 _STAGES = ("logical", "annotated", "exec")
+_FORMS = {SUFFIX: "graph", ".json": "json", ".dot": "dot"}  # of a dump, by the ending of its file
+_PICTURES = (".html", ".htm", ".pdf", ".png", ".svg")
+_PAGES: dict[str, tuple[tuple[str, ...], str]] = {  # by format: endings of its file, and what to say of others
+    "html": ((".html", ".htm"), "a page is HTML: name it .html (--format json writes its data)"),
+    "json": ((".json",), "the data of a page is JSON: name it .json"),
+    "model-explorer": ((".json",), "graphs for Model Explorer are JSON: name them .json"),
+}
 
 
 def capacity_bytes(text: str | None) -> int | None:
@@ -52,8 +61,11 @@ class CheckRequest:
     source: Annotated[
         GraphSource,
         Offered(
-            "tokens options overrides world precision",
-            says={"dtype": "Dtype of the parameters; float64 checks to 1e-10."},
+            "tokens options overrides world precision cache",
+            says={
+                "dtype": "Dtype of the parameters; float64 checks to 1e-10.",
+                "cache": "As always here: weights and batches are needed, so the model is captured each time.",
+            },
         ),
     ]
     strategies: Strategies = ()
@@ -118,7 +130,9 @@ class DumpRequest:
     micro_batches: MicroBatches = None
     format: Annotated[
         Literal["text", "json", "dot", "graph"] | None,
-        typer.Option(help="Output format; for a FILE that ends in .fxpar: graph, to load again."),
+        typer.Option(
+            help="Output format; by default as FILE ends: .json, .dot, or .fxpar (graph, to load again); else text."
+        ),
     ] = None
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Where to write; - is stdout.")] = "-"
     json: Annotated[
@@ -130,6 +144,9 @@ class DumpRequest:
     tflops: Tflops = None
 
     def __post_init__(self) -> None:
+        if self.output.lower().endswith(_PICTURES):
+            why = f"a dump is text, JSON, DOT or a graph, and {self.output!r} names a page or a picture: see fxpar viz"
+            raise typer.BadParameter(why, param_hint="--output")
         named = self.strategy is not None or self.source.is_file  # a graph file may hold what a strategy made
         if self.stage is not None and self.level is None and self.pipeline_stage is None:
             known = ", ".join(map(repr, _STAGES))
@@ -180,7 +197,7 @@ class DumpRequest:
         """text, json, dot or graph."""
         if self.json is not None:
             return "json"
-        return self.format or ("graph" if self.output.endswith(SUFFIX) else "text")
+        return self.format or _FORMS.get(os.path.splitext(self.output)[1].lower(), "text")
 
 
 @dataclass(frozen=True)
@@ -317,6 +334,7 @@ class VizRequest:
     def __post_init__(self) -> None:
         if not self.target:
             raise typer.BadParameter("name the file to write, such as -o page.html", param_hint="--output / -o")
+        check_ending(self.target, *_PAGES[self.form])
 
     @property
     def target(self) -> str:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from fxpar.cli.commands import DiffRequest
-from fxpar.cli.console import stdout_console, working
+from fxpar.cli.console import show_notes, stdout_console, working
 from fxpar.cli.diff_show import show
 from fxpar.cli.options import GraphSource
-from fxpar.cli.request import check_output, collected_warnings, write_json
+from fxpar.cli.request import check_output, collected_warnings, named_once, write_json
 from fxpar.cli.rows import Rows
 from fxpar.cli.source import (
     apart,
@@ -42,6 +42,8 @@ def run_diff(request: DiffRequest) -> bool:
     _check_glob(old, new, request.fqn)
     diff = compare(old, new)
     timings = {"total_cpu_s": time.process_time() - begun}
+    if request.other is None and len(strategies) == 2:
+        show_notes(named_once(strategies)[1])
     if write_json(request.json, {**diff.to_json(), "timings": timings}):
         show(stdout_console(), diff, nodes=not request.brief, text=request.text)
     return not (diff.differs and request.exit_code)

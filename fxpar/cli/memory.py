@@ -11,7 +11,7 @@ from rich.console import Console
 
 from fxpar.cli.commands import MemoryRequest
 from fxpar.cli.console import plain_table, print_table, stdout_console, working
-from fxpar.cli.request import check_output, collected_warnings, write_json
+from fxpar.cli.request import check_output, collected_warnings, named_once, write_json
 from fxpar.cli.rows import Rows
 from fxpar.cli.source import from_cache, placed_words, read_for_store, rows_once, strategies_of
 from fxpar.cost.cluster import ClusterSpec
@@ -36,20 +36,19 @@ _LEAST = 16  # columns for text that goes on below a number
 def run_memory(request: MemoryRequest) -> None:
     """Do it. Raises FxparError."""
     begun = time.process_time()
-    strategies, tokens = _asked(request)
+    strategies, tokens, notes = _asked(request)
     cluster = None if request.cluster is None else ClusterSpec.from_file(request.cluster)
     if cluster is not None:
         cluster.require(max(strategy.world for strategy in strategies))
     check_output(request.json)
     rows = rows_once(request.source)
-    notes: list[str] = []
     found: list[MemoryPrediction] = []
     with working() as status, collected_warnings(notes):
         for strategy, count in zip(strategies, tokens, strict=True):
             status.update(f"lowering {request.source.model} to {strategy}")
             prediction, said = _predicted(replace(request, tokens=count), strategy, cluster, rows)
             found.append(prediction)
-            notes += said
+            notes += said if len(strategies) == 1 else [f"{strategy}: {text}" for text in said]
     device = _device_bytes(request, cluster)
     documents = [_document(request, *each, device) for each in zip(strategies, found, strict=True)]
     document = documents[0] if len(found) == 1 else {"model": request.source.model, "strategies": documents}
@@ -59,15 +58,16 @@ def run_memory(request: MemoryRequest) -> None:
     console = stdout_console()
     if len(found) > 1:
         _show_table(console, request.source.model, strategies, found, device, request.tokens)
+        _show_notes(console, notes)
         return
     show(console, request.source.model, strategies[0].world, found[0], notes, request.tokens)
     if device is not None:
         console.print(f"it {_verdict(found[0], device)}: a device has {human_bytes(device)}", markup=False)
 
 
-def _asked(request: MemoryRequest) -> tuple[list[Strategy], list[int | None]]:
-    """The strategies, and the tokens of a micro-batch of each: formations of rounds have as many per rank as the widest
-    team, where they do not say how many themselves.
+def _asked(request: MemoryRequest) -> tuple[list[Strategy], list[int | None], list[str]]:
+    """The strategies, the tokens of a micro-batch of each, and notes. Formations of rounds have as many tokens per rank
+    as the widest team, where they do not say how many themselves.
     """
     strategies, tokens = list[Strategy](), list[int | None]()
     for text in request.strategy_texts:
@@ -78,7 +78,8 @@ def _asked(request: MemoryRequest) -> tuple[list[Strategy], list[int | None]]:
             per_rank = request.tokens and max(1, request.tokens * ranks_of_replica(one) // ranks)
             tokens.append(one.tokens or per_rank)
         strategies += found
-    return strategies, tokens
+    once = {(str(one), count): (one, count) for one, count in zip(strategies, tokens, strict=True)}
+    return [one for one, _ in once.values()], [count for _, count in once.values()], named_once(strategies)[1]
 
 
 def _predicted(
@@ -104,9 +105,9 @@ def _predicted(
 
 def _device_bytes(request: MemoryRequest, cluster: ClusterSpec | None) -> int | None:
     """What a device holds: as the option says, else as the cluster does."""
-    if request.device_bytes is not None or cluster is None or cluster.sustained.memory_gb is None:
+    if request.device_bytes is not None or cluster is None:
         return request.device_bytes
-    return int(cluster.sustained.memory_gb * 1e9)
+    return cluster.sustained.memory_bytes
 
 
 def _document(
@@ -186,6 +187,10 @@ def show(
     margin = lines[0].index("per rank") + len("per rank  ")
     for line in lines:
         _print_folded(console, line, margin)
+    _show_notes(console, notes)
+
+
+def _show_notes(console: Console, notes: list[str]) -> None:
     for note in dict.fromkeys(notes):
         console.print(f"note: {without_folders(note)}", markup=False)
 

@@ -3,6 +3,7 @@
 Annotations are read as values, so they are not postponed here.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -113,6 +114,15 @@ Overlap = Annotated[
         help="Price switches and reductions as hidden behind the groups: so it is on CPU ranks, not on GPUs.",
     ),
 ]
+
+
+def check_ending(path: str, endings: Sequence[str], what: str) -> None:
+    """A file whose name says that it holds something else is opened by the wrong program, or by none. Raises
+    typer.BadParameter unless the name of `path` ends in one of `endings`, or has no ending.
+    """
+    ending = os.path.splitext(path)[1]
+    if ending and ending.lower() not in endings:
+        raise typer.BadParameter(f"{what}, and {path!r} ends in {ending}", param_hint="--output")
 
 
 def split_strategies(given: Sequence[str]) -> list[str]:

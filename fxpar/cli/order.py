@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from fxpar.cli.console import human_seconds, print_table, stdout_console
-from fxpar.cli.request import check_output, write_json
+from fxpar.cli.request import check_output, named_once, write_json
 from fxpar.cli.source import Layouts
 from fxpar.cli.switch import layouts_of, predicted_for, same_world
 from fxpar.cli.switch_commands import OrderRequest
@@ -33,8 +33,8 @@ def run_order(request: OrderRequest) -> None:
         raise PlannerError(request.planner, planner_names())
     strategies, cluster = same_world(request.source, request.strategy_texts, request.cluster)
     names = [str(one) for one in strategies]
-    if len(set(names)) < len(names):
-        raise OrderError("two of the strategies are the same")
+    if again := named_once(strategies)[1]:
+        raise OrderError(f"{again[0]}; name each strategy once")
     first = None if request.first is None else str(Strategy.parse(request.first))
     check_output(request.json)
     found = layouts_of(request.source, strategies)

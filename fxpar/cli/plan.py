@@ -16,7 +16,7 @@ from fxpar.cli.plan_galvatron import GalvatronRequest, imported_plan, run_import
 from fxpar.cli.plan_sizes import show_sizes, sizes_json
 from fxpar.cli.plan_verify import VerifyJob, check_verify, kind_here, show_verified, verified, verified_json
 from fxpar.cli.request import cluster_name, collected_warnings, write_json, write_output
-from fxpar.cli.shallow import Shallow, memory_of, set_json
+from fxpar.cli.shallow import Shallow, set_json
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError
 from fxpar.ir.fqn import block_of
@@ -90,7 +90,7 @@ def _run(request: PlanRequest) -> None:
     cluster = _cluster(request)
     if request.verify is not None:
         check_verify(request.verify, cluster.world, request.source.is_file)
-    memory = request.memory_bytes or memory_of(cluster)
+    memory = request.memory_bytes or cluster.sustained.memory_bytes
     tried = _sizes(request, cluster, int(lengths.max()))
     with working() as status, collected_warnings([]):
         status.update(f"capturing {request.source.model}")

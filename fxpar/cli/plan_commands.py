@@ -9,7 +9,17 @@ from typing import Annotated, Literal
 import typer
 
 from fxpar.cli.commands import CAPACITY, capacity_bytes
-from fxpar.cli.options import Cluster, DeviceMemory, GraphSource, Json, Lengths, Offered, Overlap, TokensPerStep
+from fxpar.cli.options import (
+    Cluster,
+    DeviceMemory,
+    GraphSource,
+    Json,
+    Lengths,
+    Offered,
+    Overlap,
+    TokensPerStep,
+    check_ending,
+)
 from fxpar.cost.cluster import shipped
 
 _OF_MODEL = ("cluster", "lengths", "tokens_per_step", "max_tokens_per_step", "output", "verify")
@@ -103,9 +113,9 @@ class PlanRequest:
             return
         if self.memory is not None and not CAPACITY.fullmatch(self.memory):
             raise typer.BadParameter(f"{self.memory!r} is not a size such as 80GB or 500MB", param_hint="--memory")
-        if self.output is not None and self.output.endswith(".json"):
-            why = "a plan is TOML: name it .toml (--json FILE writes what is printed as JSON)"
-            raise typer.BadParameter(why, param_hint="--output")
+        check_ending(
+            self.output or "", (".toml",), "a plan is TOML: name it .toml (--json writes what is printed as JSON)"
+        )
         galvatron = self.cost == "galvatron"
         for name in _OF_MODEL if galvatron else _OF_GALVATRON:
             if getattr(self, name) not in (None, False, 0):

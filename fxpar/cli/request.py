@@ -84,6 +84,14 @@ def parse_strategies(
     return found
 
 
+def named_once(strategies: Sequence[Strategy]) -> tuple[list[Strategy], list[str]]:
+    """Each strategy once, and notes of those that are named again."""
+    names = list(map(str, strategies))
+    again = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    once = {name: strategy for name, strategy in zip(names, strategies, strict=True)}
+    return list(once.values()), [f"{name} is named {names.count(name)} times" for name in again]
+
+
 def same_ranks(strategies: Sequence[Strategy]) -> int:
     """Of how many ranks all of them are. Raises UnequalWorldsError."""
     ranks = {str(strategy): strategy.world for strategy in strategies}

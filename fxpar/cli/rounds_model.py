@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fxpar.cli.console import show_notes
 from fxpar.cli.request import collected_warnings
 from fxpar.cli.rounds_commands import RoundsRequest
-from fxpar.cli.shallow import Shallow, memory_of
+from fxpar.cli.shallow import Shallow
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError, RoundCostError
 from fxpar.ir.axes import ROLE_AXES
@@ -34,7 +34,7 @@ def model_teams(
         usual_cluster(request.devices) if request.cluster is None else ClusterSpec.from_file(request.cluster)
     )
     cluster = of_ranks(found_cluster, request.devices)
-    memory = request.memory_bytes or memory_of(cluster)
+    memory = request.memory_bytes or cluster.sustained.memory_bytes
     if memory is None:
         raise RoundCostError(request.priced_by, "it does not say how much memory a device has", "Add --memory 80GB")
     _, token_axis, *_ = ROLE_AXES

@@ -11,7 +11,6 @@ from fxpar.annotate.experts import balanced_routes
 from fxpar.cli.cache import recorded
 from fxpar.cli.options import GraphSource
 from fxpar.cli.source import read_rows
-from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.printer import without_folders
@@ -67,12 +66,6 @@ class Shallow:
     def routes(self, names: Iterable[str]) -> tuple[str, ...]:
         """What prices of these strategies assume of routers."""
         return balanced_routes(lambda: self.rows(self.depth.samples(1)[0]), map(Strategy.parse, names))
-
-
-def memory_of(cluster: ClusterSpec) -> int | None:
-    """Bytes of a device, if the cluster says them."""
-    gb = cluster.sustained.memory_gb
-    return None if gb is None else int(gb * 1e9)
 
 
 def set_json(plan: PricedSet) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fxpar.cli.console import human_bytes, human_seconds, print_table, show_notes, stdout_console, working
 from fxpar.cli.request import cluster_name, collected_warnings, same_ranks, write_json
-from fxpar.cli.shallow import Shallow, memory_of, set_json
+from fxpar.cli.shallow import Shallow, set_json
 from fxpar.cli.simulate_commands import SimulateRequest
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError
@@ -43,7 +43,7 @@ def run_simulate(request: SimulateRequest) -> None:
             model.depth,
             model.outlines,
             mini_batches(lengths, request.tokens_per_step or 1, request.samples, request.seed),
-            request.memory_bytes or memory_of(cluster),
+            request.memory_bytes or cluster.sustained.memory_bytes,
             packed=DOCUMENTS in model.inputs,
             overlap=request.overlap,
         )

@@ -239,7 +239,7 @@ def _hspmd() -> dict[str, Any]:
 def _planned_32b(known: KnownModel, switches: ModelSwitches, drawn: Sequence[np.ndarray]) -> dict[str, Any]:
     """What `fxpar plan --teams` finds for a few of the mini-batches, with the memory of the devices, and its bound."""
     batches = tuple(tuple(lengths.tolist()) for lengths in drawn[:CHOSEN_BATCHES])
-    memory = int((H20.sustained.memory_gb or 0) * 1e9)
+    memory = H20.sustained.memory_bytes or 0
     every = tuple(shapes(H20.world, H20.devices_per_node, known.depth.most_stages))
     problem = Problem(every, H20, batches, max(EDGES), memory, CHOSEN_STRATEGIES, known.depth, teams=True)
     inside = KnownModel(
@@ -297,7 +297,7 @@ def _chosen(one: Dataset, model: Shallow) -> dict[str, Any]:
     with recomputation, as the static layout holds no row of 32K without by fxpar's count.
     """
     batches = tuple(tuple(lengths.tolist()) for lengths in one.sample[:CHOSEN_BATCHES])
-    memory = int((A800.sustained.memory_gb or 0) * 1e9)
+    memory = A800.sustained.memory_bytes or 0
     pricer = SetPricer(A800, model.depth, model.outlines, batches, memory)
     texts = {name: f"{text}+{CHOSEN_REMAT}" for name, text in LAYOUTS.items()}
     named = [Named(Strategy.parse(text)) for text in texts.values()]

@@ -17,7 +17,7 @@ class SwitchRequest:
 
     source: Annotated[
         GraphSource,
-        Offered("options overrides cache", dtype="bf16", says={"dtype": "Dtype of the weights on the wire."}),
+        Offered("options overrides world cache", dtype="bf16", says={"dtype": "Dtype of the weights on the wire."}),
     ]
     before: Annotated[
         str,
@@ -50,7 +50,9 @@ class OrderRequest:
 
     source: Annotated[
         GraphSource,
-        Offered("options overrides cache", dtype="bf16", says={"dtype": "Dtype of weights and gradients on the wire."}),
+        Offered(
+            "options overrides world cache", dtype="bf16", says={"dtype": "Dtype of weights and gradients on the wire."}
+        ),
     ]
     strategies: Strategies = ()
     cluster: Cluster = None

@@ -45,9 +45,12 @@ def run_tasks(request: TasksRequest) -> None:
 def _of_costs(request: TasksRequest) -> TasksPlan:
     assert request.devices is not None
     tasks = read_tasks(request.file) if request.case is None else case_of(request.case)
-    devices = tasks.devices(request.devices, request.devices_per_node, request.memory_bytes)
+    nodes = -(-request.devices // request.devices_per_node)
+    cluster = tasks.node.with_nodes(nodes, request.devices_per_node)
+    memory = tasks.memory_bytes if request.memory_bytes is None else request.memory_bytes
     with working("planning"):
-        return TasksPlan(plan_waves(tasks.graph, devices), memory_bytes=devices.memory_bytes)
+        plan = plan_waves(tasks.graph, cluster, request.devices, memory_bytes=memory)
+    return TasksPlan(plan, memory_bytes=math.inf if memory is None else memory)
 
 
 def _of_model(request: TasksRequest) -> tuple[TasksPlan, str | None, str]:
@@ -88,8 +91,8 @@ def _document(found: TasksPlan, request: TasksRequest, spent: float) -> dict[str
     run = found.runs
     return {
         "tasks": request.case or request.file,
-        "devices": plan.devices.count,
-        "devices_per_node": plan.devices.per_node,
+        "devices": plan.devices,
+        "devices_per_node": plan.cluster.devices_per_node,
         "step_ms": plan.ms,
         "lower_bound_ms": plan.bound_ms,
         "gap": plan.gap,
@@ -154,11 +157,11 @@ def _assigned(found: TasksPlan, at: int) -> dict[str, Any]:
 
 def _show(found: TasksPlan, request: TasksRequest, spent: float, kind: str) -> None:
     plan = found.plan
-    console, devices = stdout_console(), plan.devices
+    console = stdout_console()
     runs = {(run.piece, run.backward): run for run in plan.step.runs}
     what = request.case or request.file
     of_kind = f"; predicted for devices of {kind}" if kind else ""
-    console.print(f"{what} on {devices.count} devices: {len(plan.graph.metaops)} MetaOps{of_kind}", markup=False)
+    console.print(f"{what} on {plan.devices} devices: {len(plan.graph.metaops)} MetaOps{of_kind}", markup=False)
     rows = []
     for number, members in enumerate(plan.waves):
         for at in members:

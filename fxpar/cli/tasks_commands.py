@@ -10,7 +10,7 @@ import typer
 
 from fxpar.cli.commands import CAPACITY, capacity_bytes
 from fxpar.cli.names import EXAMPLE_NAMES
-from fxpar.cli.options import DeviceMemory, Json
+from fxpar.cli.options import DeviceMemory, Json, check_ending
 from fxpar.ir.strategy_text import MOST_RANKS
 
 ACTIONS = ("plan",)
@@ -62,6 +62,9 @@ class TasksRequest:
             raise typer.BadParameter(f"{self.action!r} is none of {', '.join(ACTIONS)}", param_hint="ACTION")
         if bool(self.file) == (self.case is not None):
             raise typer.BadParameter("name a file or a --case, one of the two", param_hint="FILE")
+        check_ending(
+            self.output or "", (".html", ".htm", ".toml"), "it is a page or the run as planned: name it .html or .toml"
+        )
         if _names_model(self.file):
             example = f"{self.file}:function" if self.file.endswith(".py") else self.file
             why = f"{self.file!r} names a model, and its tasks are missing: write a TOML file with"

@@ -12,20 +12,13 @@ from contextlib import suppress
 from typing import Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from fxpar.cli.console import click_error, stderr_console
 from fxpar.errors import FxparError, nearest
 from fxpar.errors.base import one_line, shortened
 
-# What pydantic, which newer versions of typer read values with, says of a value, and what is to be said.
-_VALUES = {
-    "int_parsing": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "float_parsing": "must be a number",
-    "greater_than_equal": "must be {ge} or more",
-    "less_than_equal": "must be {le} or less",
-}
+MISSING_VALUE = "it is missing"  # what a check says of an option or argument that must be there
 
 
 class Program(TyperGroup):
@@ -49,24 +42,12 @@ class Program(TyperGroup):
         sys.exit(status if isinstance(status, int) else 0)
 
 
-class Command(TyperCommand):
-    """A command whose mistakes know which it is, also those that typer's parser tells nothing of it."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click_error() as error:
-            if getattr(error, "ctx", None) is None:
-                error.ctx = ctx  # type: ignore[attr-defined]
-            raise
-
-
 def usage_text(error: Exception) -> str:
     """What is wrong with a word, as one sentence."""
     kinds, text = _kinds(error), getattr(error, "message", str(error))
     if "NoSuchOption" in kinds:
         return _no_such_option(error)
-    if "MissingParameter" in kinds or text == "it is missing":
+    if "MissingParameter" in kinds or text == MISSING_VALUE:
         return _missing(error)
     if "BadParameter" in kinds:
         return _bad_value(error)
@@ -100,17 +81,8 @@ def _no_such_option(error: Any) -> str:
 
 
 def _bad_value(error: Any) -> str:
-    """Of an option or argument: as fxpar's own checks say it, or of typer's the value and what it must be."""
-    name, text = _name(error), error.message.rstrip(".")
-    found = getattr(error.__cause__, "errors", None)
-    if found is not None:
-        one = found()[0]
-        text = re.sub(r"^(Value error|Assertion failed), ", "", one["msg"]).rstrip(".")
-        if one["type"] in _VALUES:
-            text = f"{one['input']!r} " + _VALUES[one["type"]].format(**one.get("ctx", {}))
-    if match := re.match(r"'(.*)' is not one of (.*)$", text):
-        text += nearest(match[1], re.findall(r"'([^']*)'", match[2]))
-    return shortened(f"{name}: {text}")
+    """Of an option or argument: what the check of its value says."""
+    return shortened(f"{_name(error)}: {error.message.rstrip('.')}")
 
 
 def _bad_option(error: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from fxpar.cli.commands import VizRequest
 from fxpar.cli.console import human_seconds, stdout_console, working
-from fxpar.cli.request import check_output, collected_warnings, to_json, write_output
+from fxpar.cli.request import check_output, collected_warnings, named_once, to_json, write_output
 from fxpar.cli.source import (
     apart,
     check_one_team,
@@ -66,7 +66,8 @@ def run_viz(request: VizRequest) -> None:
     model = request.source.model
     request, plan = _planned(request)
     cluster = ClusterSpec.from_file(request.cluster) if request.cluster else None
-    notes = [] if plan is None else _said(plan)
+    strategies = strategies_of(request.source, request.strategy_texts)
+    notes = named_once(strategies)[1] if plan is None else _said(plan)
     with working() as status, collected_warnings(notes):
 
         def views() -> list[Viewed]:

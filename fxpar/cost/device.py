@@ -98,6 +98,11 @@ class Device:
         return Fraction(self.memory_gb_per_s) * 10**9
 
     @property
+    def memory_bytes(self) -> int | None:
+        """How much it holds, if that is known."""
+        return None if self.memory_gb is None else int(self.memory_gb * 1e9)
+
+    @property
     def host_bytes_per_s(self) -> Fraction:
         """Of its link to the host, each way."""
         return Fraction(self.host_gb_per_s) * 10**9

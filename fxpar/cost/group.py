@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
@@ -16,6 +17,21 @@ from fxpar.ir.pipeline_graph import PipelineGraph, TeamsGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.schedule import Action, Costs, schedule, simulate
 from fxpar.schedule.mini_batch import FORWARD
+
+_KEPT: dict[int, dict[ClusterSpec, Cost]] = {}  # by the identity of programs, as long as they live
+
+
+def kept_cost(program: TrainGraph, cluster: ClusterSpec) -> Cost:
+    """`program_cost` of a program that no pass changes any more, worked out once for as long as the program lives:
+    sessions are opened again with the same ones. Raises as that does.
+    """
+    if id(program) not in _KEPT:
+        _KEPT[id(program)] = {}
+        weakref.finalize(program, _KEPT.pop, id(program)).atexit = False
+    known = _KEPT[id(program)]
+    if cluster not in known:
+        known[cluster] = program_cost(program, cluster)
+    return known[cluster]
 
 
 def program_cost(program: TrainGraph, cluster: ClusterSpec) -> Cost:

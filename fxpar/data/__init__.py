@@ -17,7 +17,7 @@ from fxpar.data.loader import MiniBatchLoader
 from fxpar.data.report import CorpusReport, SkippedKind
 from fxpar.data.sources import KINDS, open_corpus
 from fxpar.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from fxpar.data.tokens import Tokens, in_memory, load, prepare
+from fxpar.data.tokens import Tokens, load, prepare
 
 __all__ = [
     "KINDS",
@@ -31,7 +31,6 @@ __all__ = [
     "Tokenizer",
     "Tokens",
     "default_cache_dir",
-    "in_memory",
     "load",
     "load_tokenizer",
     "open_corpus",

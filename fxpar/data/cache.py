@@ -55,22 +55,23 @@ def publish(target: Path) -> Iterator[Path]:
     try:
         yield building
         for file in building.iterdir():
-            _sync(file)
-        _sync(building)
+            sync(file)
+        sync(building)
         try:
             os.rename(building, target)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
         else:
-            _sync(target.parent)
+            sync(target.parent)
     except OSError as error:
         raise DataCacheError(str(target.parent), f"cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Bring a file, or the entries of a folder, to the disk, so that a rename survives a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -78,18 +78,6 @@ class Tokens:
         cut = len(self) - documents
         training, validation = np.sort(self.documents[order[:cut]]), np.sort(self.documents[order[cut:]])
         return replace(self, documents=training), replace(self, documents=validation)
-
-
-def in_memory(documents: Iterable[Sequence[int]], names: Sequence[str] | None = None) -> Tokens:
-    """Tokens of given sequences, without a file; they are named by their number unless `names` are given."""
-    arrays = [np.asarray(document, dtype=np.int64) for document in documents]
-    flat = np.concatenate([np.zeros(0, dtype=np.int64), *arrays])
-    offsets = np.cumsum([0, *(len(one) for one in arrays)], dtype=np.int64)
-    labels = [str(i) for i in range(len(arrays))] if names is None else list(names)
-    content = hashlib.sha256(flat.astype("<i8").tobytes() + offsets.astype("<i8").tobytes()).hexdigest()
-    keys = np.array([name_key(name) for name in labels], dtype=np.uint64)
-    identity = {"corpus": content[:16], "tokenizer": "none"}
-    return Tokens(flat, offsets, np.arange(len(arrays)), keys, identity, labels.__getitem__)
 
 
 def prepare(

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 _LONG = re.compile(r"\S{200,}")
 
@@ -33,9 +34,20 @@ class FxparError(Exception):
         if f"task {name!r}" not in str(self):
             self.args = (f"task {name!r}: {self}",)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made_again, (type(self), self.args, self.__dict__)  # `__init__` takes other arguments than the message
+
     def __init_subclass__(cls) -> None:
         if cls.__module__.startswith("fxpar.errors."):
             cls.__module__ = "fxpar.errors"  # where it is imported from, and what a traceback says
+
+
+def _made_again(cls: type[FxparError], args: tuple[Any, ...], state: dict[str, Any]) -> FxparError:
+    """An error that another process has sent."""
+    error = cls.__new__(cls)
+    error.args = args
+    vars(error).update(state)
+    return error
 
 
 class FxparWarning(UserWarning):

@@ -43,8 +43,9 @@ class StrategyWorldsError(FxparError):
 
     def __init__(self, worlds: Mapping[int, tuple[str, int]], world: int, unit: str = "tokens") -> None:
         sizes = ", ".join(f"{text!r} (up to {limit} {unit}) uses {size}" for limit, (text, size) in worlds.items())
+        ranks = "the one rank that there is" if world == 1 else f"all {world} ranks"
         super().__init__(
-            f"each strategy must use all {world} ranks, but {sizes}. Change degrees so that each takes {world} "
+            f"each strategy must use {ranks}, but {sizes}. Change degrees so that each takes {world} "
             "(degrees multiply, those of stages and of strategies side by side add up), or the number of ranks"
         )
 

@@ -16,9 +16,6 @@ class CheckpointError(FxparError):
         self.path, self.why = str(path), one_line(why, None)
         super().__init__(f"{self.what} {self.path!r}: {self.why}")
 
-    def __reduce__(self) -> tuple[type, tuple]:
-        return type(self), (self.path, self.why)
-
 
 class CheckpointWriteError(CheckpointError):
     """A checkpoint cannot be written (disk full, no permission, no shared folder); the ones before are intact."""
@@ -56,9 +53,6 @@ class WeightsFolderError(FxparError):
     def __init__(self, folder: object, why: str) -> None:
         self.folder, self.why = str(folder), one_line(why, None)
         super().__init__(f"weights in {self.folder!r}: {self.why}")
-
-    def __reduce__(self) -> tuple[type, tuple]:
-        return type(self), (self.folder, self.why)
 
 
 class WeightsMismatchError(FxparError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 
-from fxpar.errors.base import FxparError, nearest
+from fxpar.errors.base import FxparError, nearest, one_line
 
 
 class NotYetError(FxparError):
@@ -170,14 +170,20 @@ class StorageError(FxparError):
     """What a pass of the user's has laid out is no storage for the weights of all strategies."""
 
     def __init__(self, name: str, fqn: str, strategy: str, rank: int, why: str) -> None:
-        self._given = name, fqn, strategy, rank, why
         super().__init__(
             f"pass {name!r}: {fqn} of '{strategy}' on rank {rank}: {why}. Give each parameter of a strategy a view of "
             "its own, or inside of the view of another strategy that has this piece of the parameter and more"
         )
 
-    def __reduce__(self) -> tuple[type, tuple]:
-        return type(self), self._given
+
+class LayOutError(FxparError):
+    """A pass of the user's raised while it laid out the weights; raised on all ranks, none of which waits then."""
+
+    def __init__(self, name: str, rank: int, error: Exception) -> None:
+        super().__init__(
+            f"pass {name!r}: lay_out raised {type(error).__name__} on rank {rank}: {one_line(str(error), None)}. Mend "
+            "the pass; its traceback is in the log of that rank"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------- ops

@@ -225,6 +225,13 @@ class SidesError(FxparError):
         super().__init__(f"nothing to compare: {why}. {do}.")
 
 
+class PassStepError(FxparError):
+    """A pass that is no step of the lowering, so there is no graph before or after it."""
+
+    def __init__(self, name: str, see: str) -> None:
+        super().__init__(f"pass {name!r} is not a step of the lowering, so no graph comes out of it. See: {see}")
+
+
 class PassNeedsError(FxparError):
     """A pass was asked to run on a graph that is not what it needs."""
 

@@ -229,6 +229,13 @@ class FitsNoDevicesError(FxparError):
         super().__init__(f"MetaOp {one_line(metaop, 80)!r} fits on no devices: {why}. {do}")
 
 
+class PieceOrderError(FxparError):
+    """An order of pieces that leaves layers of a MetaOp out, or begins it before what it reads: a bug of a planner."""
+
+    def __init__(self, metaop: str, why: str) -> None:
+        super().__init__(f"order of pieces: MetaOp {one_line(metaop, 80)!r} {why}")
+
+
 class RunMemoryError(FxparError):
     """Tasks that no choice of their strategies lets run in the memory of a device; `parts` is what the least choice
     holds, in words.

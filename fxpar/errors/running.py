@@ -206,14 +206,10 @@ class PeerLostError(FxparError):
         node: str = "",
     ) -> None:
         self.ranks, self.kind = ranks, kind
-        self.details = (ranks, kind, what, rank, phase, error, node)
         names = ", ".join(map(str, ranks))
         log = f"Look at the log of rank{'s' if len(ranks) > 1 else ''} {names}" if ranks else "Look at all logs"
         on, advice = f" on {node}" if node else "", self.advice.format(log=log)
         super().__init__(f"{what}. Rank {rank}{on} noticed it in phase {phase!r} by {error}. {advice}.")
-
-    def __reduce__(self) -> tuple[type, tuple]:
-        return type(self), self.details
 
 
 class ConnectionLostError(PeerLostError):

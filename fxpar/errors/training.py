@@ -103,9 +103,6 @@ class RunInUseError(FxparError):
             "checkpoint.folder) to another folder. The lock of a killed run is ignored"
         )
 
-    def __reduce__(self) -> tuple[type, tuple]:
-        return type(self), (self.folder, self.holder)
-
 
 class ResumeError(FxparError):
     """There is nothing to resume from, or it does not fit."""

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import fx
 from torch.fx.node import map_arg
+
+_set_args: Callable[[fx.Node, Any], None] = fx.Node.args.fset  # type: ignore[attr-defined]
+_set_kwargs: Callable[[fx.Node, Any], None] = fx.Node.kwargs.fset  # type: ignore[attr-defined]
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, to: Callable[[fx.Node], fx.Node]) -> fx.Node:
     """A copy of `node` at the insertion point of `graph`, on the operands that `to` gives for its own.
 
-    As `fx.Graph.node_copy`, in half of the time: the operands come after the node, as torch looks through those that a
-    node is made with for symbolic sizes, which graphs of fxpar do not have.
+    As `fx.Graph.node_copy`, in a third of the time: the operands come after the node, as torch looks through those that
+    a node is made with for symbolic sizes, which graphs of fxpar do not have. No attribute is assigned, as torch then
+    takes the node out of the graph's table of targets and puts it back.
     """
     made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
     if node.args:
-        made.args = map_arg(node.args, to)  # type: ignore[assignment]
+        _set_args(made, map_arg(node.args, to))
     if node.kwargs:
-        made.kwargs = map_arg(node.kwargs, to)  # type: ignore[assignment]
-    made.meta = dict(node.meta)
+        _set_kwargs(made, map_arg(node.kwargs, to))
+    made.meta.update(node.meta)
     return made
 
 

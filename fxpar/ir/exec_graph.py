@@ -80,7 +80,7 @@ def cut_part(
     sources: list[Any] = []
     for node in outside:
         copied[node] = graph.placeholder(node.name)
-        copied[node].meta = dict(node.meta)
+        copied[node].meta.update(node.meta)
         part = next((p for p in slots if node in slots[p]), "input")
         sources.append((part, position[node] if part == "input" else slots[part][node]))
     for node in members:

@@ -197,13 +197,13 @@ def outline(
     return Outline(**fields_of_blocks(logical, strategy, parts), stages=parts)
 
 
-def finish(graph: AnnotatedGraph, *, storage: torch.dtype | None = None) -> ExecGraph:
+def finish(graph: AnnotatedGraph) -> ExecGraph:
     """What the ranks run of a graph on its way through the ladder: the passes that are left, then the cut in phases.
 
     `graph` is changed in place. Raises VerifyError for a pass that has left it as no later one can take it.
     """
     started = time.process_time()
-    report = climb(graph, remaining(graph, default_passes(storage)))
+    report = climb(graph, remaining(graph, default_passes()))
     result = split_phases(graph)
     result.timings["lower_cpu_s"] = time.process_time() - started
     result.passes = report

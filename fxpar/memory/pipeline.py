@@ -27,10 +27,11 @@ def pipeline_over_time(
     conditions: Conditions,
     sums_bytes: int = 0,
     positions: Sequence[int] | None = None,
+    brief: bool = False,
 ) -> MemoryOverTime:
     """All pipeline ranks (or those at `positions`), and the prediction for the fullest one with all their stages, and
     the most that any of them keeps on its host; `micro_batches` per replica, by default one per pipeline rank. `sizes`
-    are padded. Raises MicroBatchCountError.
+    are padded; `brief` as in `rank_peak`. Raises MicroBatchCountError.
     """
     ranks = program.strategy.pipeline_size
     plan = schedule_of(program, micro_batches or ranks)
@@ -39,7 +40,7 @@ def pipeline_over_time(
     found: list[RankMemory] = []
     stages: list[StageMemory] = []
     for position in range(plan.ranks) if positions is None else positions:
-        peak = pipeline_peak(program, plan, position, dims, conditions)
+        peak = pipeline_peak(program, plan, position, dims, conditions, brief)
         mine = [stage for stage in program.stages if position in plan.ranks_of(stage.index)]
         place = [rank for rank in mine[0].mesh.ranks if position_of(program, rank) == position]
         weights = layout.bytes_of_rank(place[0])
@@ -81,13 +82,20 @@ def schedule_of(program: PipelineGraph, micro_batches: int) -> Schedule:
 
 
 def pipeline_peak(
-    program: PipelineGraph, plan: Schedule, position: int, dims: Mapping[sympy.Symbol, int], conditions: Conditions
+    program: PipelineGraph,
+    plan: Schedule,
+    position: int,
+    dims: Mapping[sympy.Symbol, int],
+    conditions: Conditions,
+    brief: bool = False,
 ) -> RankPeak:
-    """The peak of the ranks at `position` of the pipeline: of the first and the last place on each axis of a stage."""
+    """The peak of the ranks at `position` of the pipeline: of the first and the last place on each axis of a stage.
+    `brief` as in `rank_peak`.
+    """
     mesh = next(stage.mesh for stage in program.stages if position in plan.ranks_of(stage.index))
     last = {axis: degree - 1 for axis, degree in mesh.axes}
     places: list[dict[str, int]] = [{}, last] if mesh.size > 1 else [{}]
-    return rank_peak(program, plan, position, dims, places, conditions)
+    return rank_peak(program, plan, position, dims, places, conditions, brief)
 
 
 def _stage_memory(

@@ -70,9 +70,11 @@ def memory_over_time(
     conditions: Conditions = ONE_THREAD,
     cluster: ClusterSpec | None = None,
     positions: Sequence[int] | None = None,
+    brief: bool = False,
 ) -> MemoryOverTime:
     """The prediction with all moments that it is the maximum of; arguments and errors as in `predict_memory`. Of a
-    pipeline only ranks at `positions` are looked at; None: at all.
+    pipeline only ranks at `positions` are looked at (None: at all), and with `brief` moments are only those that may be
+    the maximum.
     """
     whole, dims = run_sizes(program, sizes), run_dims(program, sizes)
     sums = 0
@@ -83,7 +85,8 @@ def memory_over_time(
         asked = {"micro_batches": micro_batches, "staging_bytes": staging_bytes, "conditions": conditions}
         return _teams_over_time(program, whole, sums, **asked)
     if isinstance(program, PipelineGraph):
-        return pipeline_over_time(program, whole, dims, micro_batches, staging_bytes, conditions, sums, positions)
+        asked = micro_batches, staging_bytes, conditions, sums, positions, brief
+        return pipeline_over_time(program, whole, dims, *asked)
     assert isinstance(program, ExecGraph)
     layout, count = layout_of(program), micro_batches or 1
     masters, optimizer, gradients = home_bytes(program)

@@ -15,7 +15,7 @@ import sympy
 from fxpar.ir.exec_graph import Stored
 from fxpar.ir.node_meta import local_tensor
 from fxpar.ir.pipeline_graph import PipelineGraph, StageProgram
-from fxpar.memory.ledger import Ledger
+from fxpar.memory.ledger import Effect, Ledger
 from fxpar.memory.parts import StageTrace, trace_stage
 from fxpar.memory.series import Peak, Series
 from fxpar.memory.workspace import Conditions
@@ -49,9 +49,11 @@ def rank_peak(
     dims: Mapping[sympy.Symbol, int],
     places: Sequence[Mapping[str, int]],
     conditions: Conditions,
+    brief: bool = False,
 ) -> RankPeak:
     """The peak of pipeline rank `position` over all micro-batches of `plan`, each with the dynamic dims at `dims`, on
     the fullest of the ranks at `places` on the axes of a stage; those where nothing differs from the first are it.
+    `brief`: of each part that it runs there are only the fullest moments; what micro-batches do alike is played once.
     """
     stages = {s.index: s for s in program.stages if position in plan.ranks_of(s.index)}
     halves = any(action.part == "I" for action in plan.actions[position])
@@ -61,9 +63,9 @@ def rank_peak(
         for index, stage in stages.items()
         for again in (False, True)
     }
-    first = _Walk(program, plan, stages, traces, dims).run(with_transfers(plan)[position])
+    first = _Walk(program, plan, stages, traces, dims, brief).run(with_transfers(plan)[position])
     differ = [place for place in places[1:] if any(place in trace.differ for trace in traces.values())]
-    more = (rank_peak(program, plan, position, dims, [place], conditions) for place in differ)
+    more = (rank_peak(program, plan, position, dims, [place], conditions, brief) for place in differ)
     return max([first, *more], key=lambda peak: peak.whole.total_bytes)
 
 
@@ -74,6 +76,7 @@ class _Walk:
     stages: Mapping[int, StageProgram]
     traces: Mapping[tuple[int, bool], StageTrace]
     dims: Mapping[sympy.Symbol, int]
+    brief: bool = False
     ledger: Ledger = field(default_factory=Ledger)
     messages: dict[Transfer, list[Hashable]] = field(default_factory=dict)  # received
     going: dict[Transfer, list[Hashable]] = field(default_factory=dict)  # about to be sent
@@ -84,7 +87,10 @@ class _Walk:
     left: Counter[int] = field(default_factory=Counter)  # micro-batch -> forwards that have run
     adding: set[int] = field(default_factory=set)  # stages with accumulators
     saved: dict[int, int] = field(default_factory=dict)
+    waiting: dict[tuple[int, int], int] = field(default_factory=dict)  # bytes of what is `kept`
     most_saved: Counter[int | None] = field(default_factory=Counter)
+    effects: dict[Hashable, Effect] = field(default_factory=dict)
+    lasts: dict[tuple[int, str], frozenset[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         inputs = {stage: self.traces[stage, False].inputs for stage in self.stages}
@@ -101,7 +107,7 @@ class _Walk:
                     self._forward(step)
                 else:
                     self._backward(step)
-                self._count_saved()
+                self._count_saved(step)
         fullest = self.ledger.fullest
         host = self.ledger.host
         peaks = {stage: fullest[stage].peak(self.most_saved[stage], host[stage]) for stage in self.stages}
@@ -143,7 +149,7 @@ class _Walk:
         for key, stored in zip(pieces, self.stages[stage].taken("batch").values(), strict=True):
             self.ledger.take(key, stage, "message", self._local_bytes(stored))
         results = self._part(action, trace, "forward", set())
-        kept = self._keys(stage, number, trace.kept("forward"))
+        kept = self._keys(stage, number, self._lasts(trace, "forward"))
         for key in kept:
             self.ledger.hold(key)
             self.ledger.turn(key, "saved")
@@ -161,7 +167,7 @@ class _Walk:
         adds = action.part != "I"
         again = adds and stage in self.adding
         trace = self.traces[stage, again]
-        later = self._keys(stage, number, trace.kept(name)) if not adds else set()
+        later = self._keys(stage, number, self._lasts(trace, name)) if not adds else set()
         kept = self.kept.pop((stage, number))
         # A loss in chunks may have made the gradient that is sent, in the forward.
         storages = self._sent_storages(action, "gradient", trace) if action.part != "W" else []
@@ -192,7 +198,30 @@ class _Walk:
         """Run a part, which frees what it owns after its last use; its own results by storage, each held once."""
         stage, number, part = action.stage, action.micro_batch, trace.parts[name]
         results = {s: self._key(stage, number, s) for s in part.results if s in part.makes and s is not None}
-        owned = set(owned)
+        alike = self._looks(action, trace, name, owned) if self.brief else None
+        if alike in self.effects:
+            self.ledger.again(stage, self.effects[alike], str(action), owned, results)
+            return results
+        begun, before, there = len(self.ledger.moments), tuple(self.ledger.whole), len(self.ledger.held)
+        gone = sum(self.ledger.holders[key] == 1 for key in owned)
+        self._play(action, trace, name, set(owned), results)
+        if alike is not None and len(self.ledger.held) == there - gone + len(results):
+            self.effects[alike] = self.ledger.effect(begun, before, results)
+        return results
+
+    def _looks(self, action: Action, trace: StageTrace, name: str, owned: set[Hashable]) -> Hashable | None:
+        """What a part does to the ledger follows from; None if it has something that is counted to another stage."""
+        held = [(key, self.ledger.held[key]) for key in owned]
+        if any(stage != action.stage for _, (stage, _, _) in held):
+            return None
+        # Of a key what is left without the micro-batch.
+        mine = frozenset((key[2], self.ledger.holders[key] == 1, kind, n) for key, (_, kind, n) in held)  # type: ignore[index]
+        return action.stage, id(trace), name, action.part, mine
+
+    def _play(
+        self, action: Action, trace: StageTrace, name: str, owned: set[Hashable], results: Mapping[int, Hashable]
+    ) -> None:
+        stage, number, part = action.stage, action.micro_batch, trace.parts[name]
         for step in part.steps:
             for storage, kind in step.births:
                 self.ledger.take(self._key(stage, number, storage), stage, kind, trace.nbytes[storage])
@@ -206,7 +235,13 @@ class _Walk:
                 elif storage in part.makes and storage not in results:
                     self.ledger.drop(key)
         self.ledger.drop_all(owned)
-        return results
+
+    def _lasts(self, trace: StageTrace, after: str) -> frozenset[int]:
+        """`trace.kept`, once."""
+        key = id(trace), after
+        if key not in self.lasts:
+            self.lasts[key] = trace.kept(after)
+        return self.lasts[key]
 
     def _pass_on(self, action: Action, what: str, trace: StageTrace) -> list[Hashable]:
         """Hold what the stage sends until the message is on its way; the keys."""
@@ -240,11 +275,13 @@ class _Walk:
             self.ledger.take(("sum", stage, i), stage, "result", local.numel(self.dims) * local.dtype.itemsize)
 
     # ----------------------------------------------------------------------------------------------------- keys
-    def _count_saved(self) -> None:
-        by_stage = {
-            stage: [k for (s, _), keys in self.kept.items() if s == stage for k in keys] for stage in self.stages
-        }
-        sums = {stage: self.ledger.nbytes(keys) for stage, keys in by_stage.items()}
+    def _count_saved(self, action: Action) -> None:
+        """Behind an action, which has changed what is kept of its micro-batch in its stage."""
+        mine = action.stage, action.micro_batch
+        self.waiting.pop(mine, None)
+        if mine in self.kept:
+            self.waiting[mine] = self.ledger.nbytes(self.kept[mine])
+        sums = {stage: sum(n for (s, _), n in self.waiting.items() if s == stage) for stage in self.stages}
         for stage, nbytes in (*sums.items(), (None, sum(sums.values()))):
             self.most_saved[stage] = max(self.most_saved[stage], nbytes)
 

@@ -55,14 +55,14 @@ def _products(device: torch.device, name: str, widths: Sequence[int]) -> Iterato
         yield Trial("product", name, width, 2.0 * width**3, partial(prepare, width))
 
 
-def _thin_products(device: torch.device, name: str, widths: Sequence[int] = THIN_WIDTHS) -> Iterator[Trial]:
+def _thin_products(device: torch.device, name: str) -> Iterator[Trial]:
     """Of many rows, as tokens are, and few columns: more to read and write per operation."""
 
     def prepare(width: int) -> Run:
         a, b = (torch.randn(n, width, device=device).to(getattr(torch, name)) for n in (THIN_ROWS, width))
         return _keeping(lambda: a @ b)
 
-    for width in widths:
+    for width in THIN_WIDTHS:
         yield Trial("thin product", name, width, 2.0 * THIN_ROWS * width**2, partial(prepare, width))
 
 
@@ -72,7 +72,7 @@ def _keeping(run: Callable[[], Tensor]) -> Run:
     return lambda: kept.append(run())
 
 
-def _attention(device: torch.device, name: str, documents: Sequence[int] = DOCUMENTS) -> Iterator[Trial]:
+def _attention(device: torch.device, name: str) -> Iterator[Trial]:
     """Causal, of one document, forward and backward: 3.5 times the operations of forward (`fxpar.cost.ops`)."""
     options, heads = (None, None, True, 0, HEAD_DIM**-0.5, 0.0), HEADS.get(device.type, 4)
 
@@ -86,7 +86,7 @@ def _attention(device: torch.device, name: str, documents: Sequence[int] = DOCUM
 
         return run
 
-    for tokens in documents:
+    for tokens in DOCUMENTS:
         yield Trial("attention", name, tokens, 7.0 * heads * HEAD_DIM * tokens**2, partial(prepare, tokens))
 
 
@@ -108,7 +108,7 @@ def _sums(device: torch.device, sizes: Sequence[int]) -> Iterator[Trial]:
         yield Trial("add", "memory", nbytes, 3.0 * nbytes, partial(prepare, nbytes))
 
 
-def _host_copies(device: torch.device, sizes: Sequence[int] = HOST_BYTES) -> Iterator[Trial]:
+def _host_copies(device: torch.device) -> Iterator[Trial]:
     """To pinned memory of the host and back, one after the other."""
 
     def prepare(nbytes: int) -> Run:
@@ -116,7 +116,7 @@ def _host_copies(device: torch.device, sizes: Sequence[int] = HOST_BYTES) -> Ite
         host = torch.empty_like(there, device="cpu", pin_memory=device.type == "cuda")
         return lambda: (host.copy_(there, non_blocking=True), there.copy_(host, non_blocking=True))
 
-    for nbytes in sizes:
+    for nbytes in HOST_BYTES:
         yield Trial("host copy", "both ways", nbytes, float(nbytes), partial(prepare, nbytes), 2)
 
 

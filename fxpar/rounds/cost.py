@@ -41,10 +41,6 @@ class TeamCost:
         sizes = lengths.astype(np.float64)
         return (self.per_token_ms + self.per_square_ms * sizes) * sizes
 
-    def team_ms(self, lengths: Sequence[int] | np.ndarray) -> float:
-        """Of a team with these sequences."""
-        return self.fixed_ms + float(self.sequence_ms(np.asarray(lengths)).sum())
-
 
 @dataclass(frozen=True)
 class RoundCost:

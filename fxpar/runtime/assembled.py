@@ -11,7 +11,7 @@ from torch import nn
 
 from fxpar.batching import GroupCost
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.group import program_cost
+from fxpar.cost.group import kept_cost
 from fxpar.cost.group_cost import Cost, TeamsCost
 from fxpar.errors import CostContractError
 from fxpar.ir.graph import LogicalGraph
@@ -232,7 +232,7 @@ def _costs(programs: Sequence[TrainGraph], cluster: ClusterSpec, options: Parall
     """
     if options.cost is not None:
         return _given_costs(programs, cluster, options.cost)
-    return [program_cost(program, cluster) for program in programs]
+    return [kept_cost(program, cluster) for program in programs]
 
 
 def _given_costs(programs: Sequence[TrainGraph], cluster: ClusterSpec, cost: CostModel) -> list[Cost]:

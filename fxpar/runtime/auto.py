@@ -78,6 +78,6 @@ class Search:
         """What a device holds, states of the optimizer included: as the budget or the cluster says, else as it is."""
         if self.memory_budget_bytes is not None:
             return int(self.memory_budget_bytes) + MOMENTS_BYTES * -(-parameters // self.world)
-        if cluster.sustained.memory_gb is not None:
-            return int(cluster.sustained.memory_gb * 1e9)
+        if cluster.sustained.memory_bytes is not None:
+            return cluster.sustained.memory_bytes
         return int(memory_bytes(self.device, int(os.environ.get("LOCAL_WORLD_SIZE", self.world))))

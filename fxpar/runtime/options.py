@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,11 @@ def cluster_here(described: ClusterSpec | None, world: int, device: torch.device
 def _only(kinds: Any, meant: str) -> dict[str, Any]:
     """Of a field whose kind of value is looked at: what it may be, and in words. Numbers are above 0."""
     return {"kinds": kinds, "meant": meant}
+
+
+@functools.cache  # reading them takes as long as opening a small session does
+def _hints() -> dict[str, Any]:
+    return get_type_hints(ParallelizeOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +136,7 @@ class ParallelizeOptions:
     seed: int = field(default=0, metadata={"kinds": int, "meant": "whole number", "signed": True})
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(ParallelizeOptions)
+        hints = _hints()
         for one in fields(self):
             value, hint = getattr(self, one.name), hints[one.name]
             if isinstance(value, Integral) and not isinstance(value, int):  # a numpy integer

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from fxpar.batching import LengthGroup
 from fxpar.batching.borders import overlap_pays
 from fxpar.batching.lengths import LengthLimits
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import OrderError, StorageError, nearest
+from fxpar.errors import FxparError, LayOutError, OrderError, nearest
 from fxpar.ir.graph import Input
 from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 from fxpar.memory import Conditions, predict_memory, steady_micro_batches
@@ -33,6 +34,8 @@ from fxpar.store.weights import WeightStore
 from fxpar.switch import layout_of
 from fxpar.switch.node_first import room_for_sums
 from fxpar.switch.order import SwitchSchedule
+
+T = TypeVar("T")
 
 
 def open_storage(
@@ -70,16 +73,9 @@ def open_storage(
 
     def report(kept: tuple[str, ...], together: bool) -> MemoryReport:
         joined = options.memory_budget_bytes is None and set(kept) == set(programs)
-        mine: MemoryReport | StorageError
-        try:
-            mine = memory_report(programs, home, [rank], kept, staging, at_work, together, sharing, joined)
-        except StorageError as error:  # of one rank: the others would wait for it
-            mine = error
+        work = partial(memory_report, programs, home, [rank], kept, staging, at_work, together, sharing, joined)
         everyone: list[Any] = [None] * world
-        dist.all_gather_object(everyone, mine)
-        for found in everyone:
-            if isinstance(found, StorageError):
-                raise found
+        dist.all_gather_object(everyone, _or_all_raise(sharing, rank, work))
         return max(everyone, key=lambda found: found.total_bytes)
 
     schedule = SwitchSchedule(layouts, wire, cluster, options.planner)
@@ -93,13 +89,34 @@ def open_storage(
     else:
         kept, overlap = choose_resident(programs, report, seconds, options.memory_budget_bytes, overlap)
     memory = report(kept, overlap)
-    storage = laid_out(sharing, programs, rank, kept)
+    storage = _or_all_raise(sharing, rank, partial(laid_out, sharing, programs, rank, kept))
     if store is not None:
         store.lay_out(programs, storage)
         return store, schedule.keeping(kept), memory, overlap
     store = WeightStore(programs, home, storage, rank=rank, device=device)
     _take_home(module, store, params, options, given)
     return store, schedule.keeping(kept), memory, overlap
+
+
+def _or_all_raise(sharing: StoragePass, rank: int, work: Callable[[], T]) -> T:
+    """What `work`, which asks a pass, gives. Where that raises on any rank, all raise the error of the first of those:
+    the others would wait for it.
+    """
+    mine: list[T] = []
+    error: FxparError | None = None
+    cause: Exception | None = None
+    try:
+        mine.append(work())
+    except FxparError as known:
+        error = known
+    except Exception as other:
+        error, cause = LayOutError(sharing.name, rank, other), other
+    everyone: list[FxparError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, error)
+    for sender, found in enumerate(everyone):
+        if found is not None:
+            raise found from (cause if sender == rank else None)
+    return mine[0]
 
 
 def _named(resident: Collection[str], programs: Mapping[str, TrainGraph]) -> tuple[str, ...]:

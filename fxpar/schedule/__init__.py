@@ -8,7 +8,6 @@ print(chart(timeline))
 from __future__ import annotations
 
 from fxpar.schedule.actions import Action, Schedule
-from fxpar.schedule.bubble import bubble_fraction, bubble_ms
 from fxpar.schedule.build import KINDS, schedule
 from fxpar.schedule.chart import chart
 from fxpar.schedule.simulate import Costs, Span, Timeline, simulate
@@ -26,8 +25,6 @@ __all__ = [
     "Timeline",
     "Transfer",
     "Wait",
-    "bubble_fraction",
-    "bubble_ms",
     "chart",
     "schedule",
     "simulate",

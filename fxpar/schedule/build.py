@@ -56,10 +56,7 @@ def _in_turn(kind: str, places: Sequence[tuple[int, ...]], micro_batches: int) -
     halves: tuple[Part, ...] = ("I", "W") if kind == "zb_h1" else ("B",)
     turns: list[tuple[Part, range]] = [("F", forth), *((half, back) for half in halves)]
     order = [
-        Action(part, stage, number)
-        for number in range(micro_batches)
-        for part, stages in turns
-        for stage in stages
+        Action(part, stage, number) for number in range(micro_batches) for part, stages in turns for stage in stages
     ]
     ranks = 1 + max(max(mine) for mine in places)
     actions = tuple(tuple(one for one in order if rank in places[one.stage]) for rank in range(ranks))

@@ -280,7 +280,7 @@ class _Search:
                 share = self._best_share(strategy, other, settled, best.predicted_s)
                 for variant in filter(None, (other, share)):
                     tried = _with(variant, strategy, settled)
-                    if self.pricer.at_best_s(tried) >= best.predicted_s:
+                    if self.pricer.at_best_s(tried, best.predicted_s) >= best.predicted_s:
                         continue  # what it needs takes long to find
                     # As it is guessed first: what it holds takes longer to find than what it takes.
                     for settle in (False, True):
@@ -303,7 +303,7 @@ class _Search:
             guess = Between(replace(other.strategy, offload=share), other.cluster, other.anchors, none, other, share)
             return _with(guess, strategy, chosen)
 
-        if all(self.pricer.at_best_s(tried(share)) >= must_s for share in SHARES):
+        if all(self.pricer.at_best_s(tried(share), must_s) >= must_s for share in SHARES):
             return None
         seconds: dict[float, float] = {}
         for share in (0.0, *SHARES, 1.0):

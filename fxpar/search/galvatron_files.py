@@ -176,10 +176,10 @@ def _by_length(file: JsonFile, key: str, table: dict, read: Callable[[JsonFile, 
     }
 
 
-def _degrees(file: JsonFile, key: str, value: Any, least: int = 0) -> dict[int, float]:
+def _degrees(file: JsonFile, key: str, value: Any) -> dict[int, float]:
     """MB by degree of tensor parallelism or Ulysses."""
     found = file.by_number(key, value, "degrees, such as 2")
-    return {degree: file.number(f"{key}.{degree}", figure, least) for degree, figure in found.items()}
+    return {degree: file.number(f"{key}.{degree}", figure) for degree, figure in found.items()}
 
 
 def _layer_memory(file: JsonFile, where: str, table: dict) -> LayerMemory:

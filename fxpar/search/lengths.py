@@ -139,9 +139,9 @@ def mini_batches(lengths: np.ndarray, tokens: int, count: int = SAMPLES, seed: i
     return tuple(found)
 
 
-def length_edges(longest: int, least: int = 32) -> tuple[int, ...]:
-    """Limits that groups may have: powers of two and the half-way points between, up to the longest sequence."""
-    edges, at = [], least
+def length_edges(longest: int) -> tuple[int, ...]:
+    """Limits that groups may have: powers of two from 32 on and points half-way, up to the longest sequence."""
+    edges, at = [], 32
     while at < longest:
         edges += [at] if 3 * at // 2 >= longest else [at, 3 * at // 2]
         at *= 2

@@ -293,17 +293,17 @@ class Candidate(Priced):
 
     def _of_program(self, program: TrainGraph, tokens: int) -> list[Memory]:
         """With what pads the parameters of a rank in its arena."""
-        ranks = self.over_time(program, tokens)
+        ranks = self.over_time(program, tokens, brief=True)
         return [memory_of_rank(one.prediction, ALIGN_BYTES * _params_of(program, one.ranks[0])) for one in ranks]
 
-    def over_time(self, program: TrainGraph, tokens: int) -> Sequence[RankMemory]:
-        """By position of the pipeline."""
+    def over_time(self, program: TrainGraph, tokens: int, brief: bool = False) -> Sequence[RankMemory]:
+        """By position of the pipeline; `brief` as in `memory_over_time`."""
         sizes = {dim.name: tokens for dim in program.dims if dim.name == "T"}
         count = steady_micro_batches(self.strategy)
         # Of equal stages the second has most micro-batches under way.
         looked_at = None if self.flat is None else (0, 1, self.strategy.stages - 1)
-        found = memory_over_time(program, sizes, micro_batches=count, cluster=self.cluster, positions=looked_at)
-        return found.ranks
+        asked = {"micro_batches": count, "cluster": self.cluster, "positions": looked_at, "brief": brief}
+        return memory_over_time(program, sizes, **asked).ranks  # type: ignore[arg-type]
 
     @cached_property
     def reduce_s(self) -> float:

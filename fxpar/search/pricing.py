@@ -15,8 +15,10 @@ from fxpar.cost.group import simulated_s
 from fxpar.ir.teams import largest_team
 from fxpar.search.price import Depth, Priced
 from fxpar.search.sets import DIFFERENT
-from fxpar.search.switching import ModelSwitches, Outlines, SetSwitches
+from fxpar.search.switching import ModelSwitches, NoSwitches, Outlines, SetSwitches
 from fxpar.store.memory import reserved_gradients
+
+Switches = SetSwitches | NoSwitches
 
 
 @dataclass(frozen=True)
@@ -159,9 +161,10 @@ class SetPricer:
         found = [self._planned(chosen, groups, settle, overlap) for overlap, groups in ways.items() if groups]
         return min(found, key=lambda one: one.predicted_s, default=None)
 
-    def at_best_s(self, chosen: Sequence[tuple[int, Priced]]) -> float:
+    def at_best_s(self, chosen: Sequence[tuple[int, Priced]], enough_s: float = math.inf) -> float:
         """Seconds of a mini-batch if memory were no matter: weights stay side by side, and micro-batches are as large
-        as one could want. `price` takes no less, and much longer, as it predicts what all of this would need.
+        as one could want. `price` takes no less, and much longer, as it predicts what all of this would need. Without
+        the switches, whose plans take longest, where it takes `enough_s` or more even so.
         """
         groups = []
         for limit, one in chosen:
@@ -170,16 +173,20 @@ class SetPricer:
                 return math.inf
             groups.append(LengthGroup(limit, one.strategy, wanted[1], one.multiple))
         unique = {one.name: one for _, one in chosen}
-        switching = self._switches.of_set(unique, tuple(unique), guess=True)
         ways = (True, False) if self._may_overlap(chosen) else (False,)
-        plans = [self._mini_batches(chosen, groups, switching, overlap) for overlap in ways]
-        return min(sum(plan.predicted_s for plan in each) / len(each) for each in plans) + self.optimizer_s
+
+        def least_s(switching: Switches) -> float:
+            plans = [self._mini_batches(chosen, groups, switching, overlap) for overlap in ways]
+            return min(sum(plan.predicted_s for plan in each) / len(each) for each in plans) + self.optimizer_s
+
+        without = least_s(NoSwitches(tuple(unique))) if enough_s < math.inf else 0.0
+        return without if without >= enough_s else least_s(self._switches.of_set(unique, tuple(unique), guess=True))
 
     def _may_overlap(self, chosen: Sequence[tuple[int, Priced]]) -> bool:
         return self.overlap and overlap_pays(len({one.name for _, one in chosen}), self.cluster)
 
     def _mini_batches(
-        self, chosen: Sequence[tuple[int, Priced]], groups: Sequence[LengthGroup], switching: SetSwitches, overlap: bool
+        self, chosen: Sequence[tuple[int, Priced]], groups: Sequence[LengthGroup], switching: Switches, overlap: bool
     ) -> list[BatchPlan]:
         unique = {one.name: one for _, one in chosen}
         reductions = SetReductions({name: one.reduce_s for name, one in unique.items()})

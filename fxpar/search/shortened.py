@@ -149,7 +149,7 @@ class _Shortened:
                 if None in operands.values():
                     return None
                 copied[node] = copy_node(made, node, operands.__getitem__)  # type: ignore[arg-type]
-                copied[node].meta = self._named(node)
+                copied[node].meta.update(self._named(node))
         return replace(
             graph,
             graph=made,

@@ -92,6 +92,20 @@ class SetSwitches:
         return sum(self.predicted_s(name, order[:number]) for number, name in enumerate(order))
 
 
+@dataclass(frozen=True)
+class NoSwitches:
+    """As if the weights of all strategies lay where they run: no switches take less."""
+
+    resident: tuple[str, ...]
+
+    def predicted_s(self, name: str, visited: Sequence[str]) -> float:
+        return 0.0
+
+    def order(self, names: Collection[str]) -> tuple[str, ...]:
+        """Any is as fast."""
+        return tuple(name for name in self.resident if name in names)
+
+
 @dataclass
 class ModelSwitches:
     """Switches of a model, for all sets that are priced."""

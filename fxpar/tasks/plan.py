@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
@@ -20,7 +21,7 @@ from fxpar.tasks.held import Home
 from fxpar.tasks.runs import planned_runs
 from fxpar.tasks.times import task_graph
 from fxpar.tracer.finish import without_unread
-from fxpar.waves import Devices, plan_waves
+from fxpar.waves import plan_waves
 from fxpar.waves.chains import TasksPlan
 
 
@@ -59,24 +60,17 @@ def plan_tasks(
     home = Home.of([layouts[name][0].held for name in tasks], cluster, count)
     if budget_bytes is not None and memory_bytes is None:
         memory_bytes = budget_bytes + home.optimizer_bytes
-    free = devices_of(cluster, count, memory_bytes, home.nbytes)
     told = memory_bytes is not None  # so a run has a budget
-    runs = planned_runs(tasks, found, layouts, home, free.memory_bytes, told)
+    if memory_bytes is None:
+        memory_bytes = cluster.sustained.memory_bytes or math.inf
+    runs = planned_runs(tasks, found, layouts, home, memory_bytes, told)
+    free = partial(plan_waves, graph, cluster, count, held_bytes=home.nbytes)
     try:
-        plan = plan_waves(graph, free)
+        plan = free(memory_bytes=memory_bytes)
     except FitsNoDevicesError:
-        plan = plan_waves(graph, replace(free, memory_bytes=math.inf))
+        plan = free(memory_bytes=math.inf)
     chains = (
         replace(one.chain, strategies={width: timed.strategy for width, timed in mine.items()})
         for one, mine in zip(found, times, strict=True)
     )
-    return TasksPlan(plan, tuple(chains), runs, free.memory_bytes)
-
-
-def devices_of(cluster: ClusterSpec, count: int, memory_bytes: float | None = None, held_bytes: float = 0.0) -> Devices:
-    """So many devices of a cluster, as waves are planned on them; `memory_bytes` go before what it says."""
-    memory_gb = cluster.sustained.memory_gb
-    within, between = (float(cluster.bytes_per_s(one)) / 1e9 for one in (False, True))
-    if memory_bytes is None:
-        memory_bytes = math.inf if memory_gb is None else memory_gb * 1e9
-    return Devices(count, cluster.devices_per_node, within, between, memory_bytes, held_bytes)
+    return TasksPlan(plan, tuple(chains), runs, memory_bytes)

@@ -107,9 +107,8 @@ class _Ways:
                 self.known[key] = layout.held.placed(layout.replicas)
             else:
                 try:
-                    self.known[key] = Held.of(
-                        lower(step.logical, option.strategy, for_store=True, verified=False), step.tokens
-                    )
+                    program = lower(step.logical, option.strategy, for_store=True, verified=False)
+                    self.known[key] = Held.of(program, step.tokens)
                 except FxparError:
                     return None
         return self.known[key]

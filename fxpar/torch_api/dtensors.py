@@ -32,7 +32,7 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
         if list(mesh.ranks) == ranks.flatten().tolist():
             return mesh
     raise PlacementError(
-        f"the device mesh {ranks.tolist()} does not lead from rank to rank in equal, growing steps along each dim"
+        f"the device mesh {ranks.tolist()} does not have a constant, positive stride of ranks along each dim"
     )
 
 
@@ -74,7 +74,8 @@ def config_of(device_mesh: DeviceMesh, placements: Sequence[Placement], shape: S
         outer = math.prod([mesh.shape[axis] for axis in axes if mesh.shape[axis] > 1][:-1])
         if shape[d] % outer:
             raise PlacementError(
-                f"{tuple(placements)} cut dim {d} of size {shape[d]} into {outer} pieces, which differ, and these again"
+                f"{tuple(placements)} shard dim {d} of size {shape[d]} twice; its {outer} pieces after the first split "
+                "are unequal"
             )
     return config
 
@@ -87,7 +88,7 @@ def _position(inner: list[int], mesh: Mesh, pieces: int, placement: Placement) -
             return position
         if position < len(inner):
             made *= mesh.shape[inner[position]]
-    raise PlacementError(f"{placement} cuts pieces of a dim that no mesh dim behind it has made")
+    raise PlacementError(f"{placement} has a split factor that is not a product of later mesh dims")
 
 
 def placements_of(config: DistConfig) -> list[Placement]:

@@ -79,8 +79,7 @@ class Compiler:
         }
         written.update(fqn for _, segments in copied for segment in segments for fqn in segment.fqns)
         snapshots = self.reader.snapshots(sorted(written))
-        self.counts.snapshot_bytes = sum(copy.nbytes for copy, _ in snapshots)
-        packer = Packer(self.target, self.options, self.counts, self.name)
+        packer = Packer(self.target, self.options, self.name)
         sealed = [[packer.seal(traffic) for traffic in local.traffic] for local in locals_]
         sizes = [self._size(local, parts) for local, parts in zip(locals_, sealed, strict=True)]
         slots = [staging.slot(k, max(sizes[k::2], default=0)) for k in (0, 1)]
@@ -209,7 +208,6 @@ class Compiler:
                 )
                 fqns = iter(segment.fqns)
                 for src, dst in pairs:
-                    self.counts.self_copies += 1
                     tasks.append(partial(dst.add_ if self.options.add else dst.copy_, src))
                     if self.options.checked and not self.options.add:
                         names = [next(fqns) for _ in range(src.shape[0])]

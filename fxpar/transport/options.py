@@ -32,12 +32,7 @@ class SwitchCounts:
     received_bytes: int = 0
     copied_bytes: int = 0
     skipped_bytes: int = 0  # held and needed at the same address
-    pack_copies: int = 0
-    unpack_copies: int = 0
-    self_copies: int = 0
-    direct_messages: int = 0  # sent from, or received in, the tensors themselves
     staging_bytes: int = 0
-    snapshot_bytes: int = 0
     executions: list[str] = field(default_factory=list)  # of the phases that this rank takes part in
 
 

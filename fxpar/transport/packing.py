@@ -12,7 +12,7 @@ from torch import Tensor
 from fxpar.transport.checksum import Where, compare, write_sums
 from fxpar.transport.holding import Located
 from fxpar.transport.messages import Message, Piece
-from fxpar.transport.options import PhaseTraffic, SwitchCounts, TransportOptions
+from fxpar.transport.options import PhaseTraffic, TransportOptions
 from fxpar.transport.reads import Segment
 from fxpar.transport.staging import ALIGNMENT, CHUNK, Arena, aligned
 from fxpar.transport.views import PieceView, slice_views
@@ -118,7 +118,6 @@ class Packer:
 
     target: Located
     options: TransportOptions
-    counts: SwitchCounts
     name: str
 
     def seal(self, traffic: PhaseTraffic) -> Sealed:
@@ -130,16 +129,10 @@ class Packer:
                     self.views(piece, parts) for piece, parts in zip(message.pieces, segments, strict=True)
                 ]
             sends.append(self._letter(message.dst, message, packed[message.key], not traffic.ranks))
-        self.counts.pack_copies += sum(
-            len(views) for key, message in packed.items() if not _is_direct(sends, key) for views in message
-        )
         receives = []
         for message in traffic.receives:
             views = [self.target_views(piece) for piece in message.pieces]
-            letter = self._letter(message.src, message, views, not traffic.ranks and not self.options.add)
-            receives.append(letter)
-            if letter.direct is None:
-                self.counts.unpack_copies += sum(map(len, views))
+            receives.append(self._letter(message.src, message, views, not traffic.ranks and not self.options.add))
         return Sealed(sends, receives)
 
     def _letter(self, peer: int, message: Message, views: list[list[PieceView]], direct_ok: bool) -> Letter:
@@ -147,7 +140,6 @@ class Packer:
         direct = None
         if direct_ok and not options.checked and options.execution != "a2a":
             direct = memory_of(message, views)
-            self.counts.direct_messages += direct is not None
         return Letter(peer, message, views, direct, options.checked, options.add, self.name)
 
     def views(self, piece: Piece, segments: Sequence[Segment]) -> list[PieceView]:
@@ -172,10 +164,6 @@ class Packer:
                 found.append(Segment(self.target, starts[first], first, piece.fqns[first:index]))
                 first = index
         return found
-
-
-def _is_direct(letters: Sequence[Letter], key: bytes) -> bool:
-    return any(letter.key == key and letter.direct is not None for letter in letters)
 
 
 def memory_of(message: Message, views: list[list[PieceView]]) -> Tensor | None:

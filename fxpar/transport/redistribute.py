@@ -83,31 +83,35 @@ def _wanted(tensors: Mapping[str, DTensor], layouts: Layout | Mapping[str, Layou
         raise RedistributeError("tensors", f"is {a_type(tensors)}; write a dict of DTensors by name")
     wanted = layouts if isinstance(layouts, Mapping) else dict.fromkeys(tensors, layouts)
     if odd := sorted(set(wanted) ^ set(tensors)):
-        there, other = ("tensors", wanted) if odd[0] in tensors else ("layouts", tensors)
-        raise RedistributeError(odd[0], f"stands in {there} only{nearest(odd[0], other)}")
+        there, missing, other = ("tensors", "layouts", wanted) if odd[0] in tensors else ("layouts", "tensors", tensors)
+        raise RedistributeError(odd[0], f"is in {there} but not in {missing}{nearest(odd[0], other)}")
     kinds = set()
     for name, tensor in tensors.items():
         _check(name, tensor, "is")
         kinds.add(tensor.device_mesh.device_type)
         to = wanted[name]
         if isinstance(to, DTensor):
-            _check(name, to, "is to be written to")
+            _check(name, to, "has a target that is")
             kinds.add(to.device_mesh.device_type)
             if to.shape != tensor.shape:
-                raise RedistributeError(name, f"is {list(tensor.shape)}, what it is to be written to {list(to.shape)}")
+                raise RedistributeError(name, f"has shape {list(tensor.shape)}, and its target {list(to.shape)}")
             if any(
                 step == 0 and size > 1 for step, size in zip(local_of(to).stride(), local_of(to).shape, strict=True)
             ):
-                raise RedistributeError(name, "is to be written to an expanded tensor; clone that one")
+                raise RedistributeError(
+                    name, "has a target that is an expanded tensor, whose elements share memory; clone it"
+                )
         elif isinstance(to, tuple | list) and len(to) == 2 and isinstance(to[0], DeviceMesh):
             _check_placements(name, to[1])
             kinds.add(to[0].device_type)
         else:
             raise RedistributeError(
-                name, f"has the layout {to!r}; write (device mesh, placements), or a DTensor that receives the values"
+                name, f"has the layout {to!r}; write (device mesh, placements), or a DTensor to write to"
             )
         if len(kinds) > 1:
-            raise RedistributeError(name, f"leads from one kind of device to another ({', '.join(sorted(kinds))})")
+            raise RedistributeError(
+                name, f"would move to another kind of device ({', '.join(sorted(kinds))}), which is not supported"
+            )
     return {name: wanted[name] for name in tensors}
 
 
@@ -124,13 +128,13 @@ def _check(name: str, tensor: DTensor, what: str) -> None:
     if not isinstance(tensor, DTensor):
         raise RedistributeError(name, f"{what} {a_type(tensor)}, not a DTensor; see DTensor.from_local")
     if tensor.grad_fn is not None:
-        raise RedistributeError(name, f"{what} a result of autograd, and no gradient would flow back; detach it")
+        raise RedistributeError(name, f"{what} a result of autograd, through which no gradient would flow; detach it")
     if is_nested_by_hand(tensor):
-        raise RedistributeError(name, f"{what} cut in an order that its placements {tensor.placements} do not show")
+        raise RedistributeError(name, f"{what} sharded in an order that its placements {tensor.placements} do not show")
     local = local_of(tensor)
     if type(local) is not Tensor or local.layout != torch.strided:
         raise RedistributeError(
-            name, f"{what} made of {type(local).__name__}s with layout {local.layout}; only dense tensors can be moved"
+            name, f"{what} made of {type(local).__name__}s with layout {local.layout}; only dense tensors are supported"
         )
     if local.device.type != tensor.device_mesh.device_type:
         raise RedistributeError(name, f"{what} on device {local.device}, its mesh on {tensor.device_mesh.device_type}")
@@ -167,9 +171,11 @@ def _config(name: str, given: bool, mesh: DeviceMesh, placements: Sequence[Place
     try:
         config = config_of(mesh, placements, shape)
     except PlacementError as error:
-        raise RedistributeError(name, f"cannot be {'taken' if given else 'laid out'} so: {error}") from error
+        raise RedistributeError(
+            name, f"{'has' if given else 'is to get'} a layout that is not supported: {error}"
+        ) from error
     if config.is_partial:
-        raise RedistributeError(name, f"cannot become {tuple(placements)}: a value is not taken apart into terms")
+        raise RedistributeError(name, f"cannot become {tuple(placements)}: a full value is not split into partial sums")
     return config
 
 

@@ -84,7 +84,7 @@ class Reduction:
         self._wire = PhaseOptions(self.name, dist.get_world_size(group), group, timeout, grouped=device.type == "cuda")
         self._sources = Located(Holding(plan.sources, _Everything()), rank)
         self._target = Located(target, rank)
-        self._packer = Packer(self._target, self.options, self.counts, self.name)
+        self._packer = Packer(self._target, self.options, self.name)
         self._dtypes = [plan.sources.params[fqn].dtype for fqn in plan.problem.tensors]
         self._accumulate = True
         self._direct: list[tuple[Parcel, Tensor]] = []  # parcels that may send from gradients, and their own memory
@@ -165,7 +165,6 @@ class Reduction:
         letters = []
         for message in received:
             views = [self._packer.target_views(piece) for piece in message.pieces]
-            self.counts.unpack_copies += sum(map(len, views))
             letters.append(Letter(message.src, message, views, None, self.options.checked, True, self.name))
         return letters
 

@@ -18,7 +18,7 @@ def waves_html(plan: WavePlan, title: str, strategies: Mapping[tuple[int, int], 
     is hatched, and a line below says when it adds up gradients. Pointing at a box tells its layers, devices, wave and
     time, and its strategy: `strategies` by MetaOp and number of devices.
     """
-    height = plan.devices.count * _ROW + 40
+    height = plan.devices * _ROW + 40
     colours = "".join(f".m{m}{{fill:{_colour(m, len(plan.graph.metaops))}}}" for m in range(len(plan.graph.metaops)))
     body = "\n".join([*_lines(plan), *_runs(plan, strategies or {}), *_reductions(plan)])
     rows = "".join(
@@ -49,7 +49,7 @@ def waves_html(plan: WavePlan, title: str, strategies: Mapping[tuple[int, int], 
 
 def _summary(plan: WavePlan) -> str:
     return (
-        f"A step takes {plan.ms:.1f} ms on {plan.devices.count} devices; none takes less than {plan.bound_ms:.1f} ms "
+        f"A step takes {plan.ms:.1f} ms on {plan.devices} devices; none takes less than {plan.bound_ms:.1f} ms "
         f"(gap {plan.gap:.1%}). One after the other: {plan.sequential_ms:.1f} ms. Dark: forward, light: backward, "
         f"hatched: receiving, {plan.transfer_share:.1%} of the step, line below: adding up gradients, which takes "
         f"{plan.step.exposed_ms:.1f} ms at the end of the step."
@@ -58,8 +58,8 @@ def _summary(plan: WavePlan) -> str:
 
 def _lines(plan: WavePlan) -> Iterator[str]:
     """Devices and times."""
-    bottom = plan.devices.count * _ROW
-    for device in range(plan.devices.count):
+    bottom = plan.devices * _ROW
+    for device in range(plan.devices):
         y = device * _ROW
         yield f'<text x="{_LEFT - 6}" y="{y + _ROW - 5}" text-anchor="end">{device}</text>'
         yield f'<rect class="idle" x="{_LEFT}" y="{y + 1}" width="{_WIDTH}" height="{_ROW - 2}"/>'

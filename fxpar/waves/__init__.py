@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from fxpar.waves.plan import WavePlan, plan_waves
 from fxpar.waves.published import CASES
-from fxpar.waves.work import Devices, MetaOp, TaskGraph
+from fxpar.waves.work import MetaOp, TaskGraph
 
-__all__ = ["CASES", "Devices", "MetaOp", "TaskGraph", "WavePlan", "plan_waves"]
+__all__ = ["CASES", "MetaOp", "TaskGraph", "WavePlan", "plan_waves"]

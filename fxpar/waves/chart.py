@@ -15,7 +15,7 @@ def chart(plan: WavePlan, *, columns: int = 100) -> str:
     """
     scale = columns / plan.ms
     names = {m: letter(m) for m in range(len(plan.graph.metaops))}
-    cells = [["."] * columns for _ in range(plan.devices.count)]
+    cells = [["."] * columns for _ in range(plan.devices)]
     for run in plan.step.runs:
         piece = plan.pieces[run.piece]
         start, begin, end = (min(columns, round(ms * scale)) for ms in (run.start_ms, run.begin_ms, run.end_ms))

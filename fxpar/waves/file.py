@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import TaskGraphError, nearest
 from fxpar.ir.written import brief, read
-from fxpar.waves.published import CASES
-from fxpar.waves.work import Devices, MetaOp, TaskGraph
+from fxpar.waves.published import CASES, NODE
+from fxpar.waves.work import MetaOp, TaskGraph
 
-_LINKS = ("within_gb_per_s", "between_gb_per_s", "memory_gib")
+_LINKS = ("intra_gb_per_s", "inter_gb_per_s")
+_MEMORY = "memory_gib"
 
 
 @dataclass(frozen=True)
 class TaskFile:
-    """A graph, and what its file says of the devices; None: nothing."""
+    """A graph, and what its file says of a node; a device holds `memory_bytes` (None: it does not say)."""
 
     graph: TaskGraph
-    within_gb_per_s: float | None = None
-    between_gb_per_s: float | None = None
-    memory_gib: float | None = None
-
-    def devices(self, count: int, per_node: int, memory_bytes: float | None = None) -> Devices:
-        """So many of them; `memory_bytes` go before what the file says. Raises TaskGraphError for a number of the file
-        that cannot be.
-        """
-        given: dict[str, float] = {key: value for key in _LINKS if (value := getattr(self, key)) is not None}
-        if "memory_gib" in given:
-            given["memory_bytes"] = given.pop("memory_gib") * 2**30
-        if memory_bytes is not None:
-            given["memory_bytes"] = memory_bytes
-        return Devices(count, per_node, **given)
+    node: ClusterSpec = NODE
+    memory_bytes: float | None = None
 
 
 def read_tasks(path: str) -> TaskFile:
@@ -49,21 +39,22 @@ def read_tasks(path: str) -> TaskFile:
         raise TaskGraphError(repr(path), why, "Name a JSON file of MetaOps") from error
     except ValueError as error:
         raise TaskGraphError(repr(path), str(error), "Write one JSON object with metaops and edges") from error
-    known = ("metaops", "edges", *_LINKS)
+    known = ("metaops", "edges", *_LINKS, _MEMORY)
     _check_object(path, data, known, ("metaops",))
     metaops, edges = data["metaops"], data.get("edges", [])
     if not isinstance(metaops, list):
         raise TaskGraphError(f"{path!r}, metaops", f"it is a {type(metaops).__name__}", "Write a list of objects")
     if not isinstance(edges, list) or not all(_is_pair(one) for one in edges):
         raise TaskGraphError(f"{path!r}, edges", f"{brief(edges)[:60]} are no pairs", 'Write a list of ["from", "to"]')
-    for key in _LINKS:
+    for key in (*_LINKS, _MEMORY):
         if key in data and (isinstance(data[key], bool) or not isinstance(data[key], int | float) or data[key] <= 0):
             raise TaskGraphError(f"{path!r}, {key}", f"{brief(data[key])[:60]} cannot be", "Write a number above 0")
     graph = TaskGraph(
         tuple(_metaop(f"{path!r}, metaops[{i}]", one) for i, one in enumerate(metaops)),
         tuple((one[0], one[1]) for one in edges),
     )
-    return TaskFile(graph, **{key: data[key] for key in _LINKS if key in data})
+    node = replace(NODE, **{key: data[key] for key in _LINKS if key in data})
+    return TaskFile(graph, node, data[_MEMORY] * 2**30 if _MEMORY in data else None)
 
 
 def case_of(name: str) -> TaskFile:

@@ -150,7 +150,7 @@ def _lend(problem: Problem, pieces: list[Piece], at: int, random: Random) -> lis
         for part in parts if first else reversed(parts):
             if part.layers:
                 found.append((begin, i, part))
-                begin += part.layers * problem.layer_ms[part.metaop][part.width]
+                begin = min(begin + part.layers * problem.layer_ms[part.metaop][part.width], ends[i])
     return [one for *_, one in sorted(found, key=lambda entry: entry[:2])]
 
 

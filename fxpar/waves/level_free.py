@@ -29,7 +29,7 @@ def level_free(problem: Problem, metaop_ms: Sequence[float], anew: bool = False)
             left[m] -= count
             found.append(Piece(m, width, count))
         if anew:
-            rest = relaxed(problem.graph, problem.curves, problem.devices.count, left)
+            rest = relaxed(problem.graph, problem.curves, problem.devices, left)
             tails = _tails(problem, rest.metaop_ms)
     return found
 
@@ -44,7 +44,7 @@ def _tails(problem: Problem, metaop_ms: Sequence[float]) -> list[float]:
 
 def _widths(problem: Problem, ready: Sequence[int], left: Sequence[int], tails: Sequence[float]) -> dict[int, int]:
     """By MetaOp, the longest ways first: the corner below its share, then the next widths while devices are idle."""
-    curves, devices = problem.curves, problem.devices.count
+    curves, devices = problem.curves, problem.devices
     level = _water_level(problem, ready, left, tails)
     share = {m: _share(problem, m, left[m], level - tails[m]) for m in ready}
     order = sorted(ready, key=lambda m: -(tails[m] + left[m] * curves[m].least_ms))
@@ -81,5 +81,5 @@ def _water_level(problem: Problem, ready: Sequence[int], left: Sequence[int], ta
     while high - low > _CLOSE * high:
         middle = (low + high) / 2
         needed = sum(_share(problem, m, left[m], middle - tails[m]) for m in ready)
-        low, high = (low, middle) if needed <= problem.devices.count else (middle, high)
+        low, high = (low, middle) if needed <= problem.devices else (middle, high)
     return high

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
+from fxpar.errors import PieceOrderError
 from fxpar.waves.order import Piece, Problem
 
 _MOST_TRIES = 2000  # pieces that are placed anew because memory did not suffice
@@ -58,11 +59,10 @@ class Placer:
     def __init__(self, problem: Problem, pieces: Sequence[Piece]) -> None:
         self.problem, self.pieces = problem, pieces
         self.starts, self.ends = problem.times(pieces)
-        self.used = np.zeros(problem.devices.count)
+        self.used = np.zeros(problem.devices)
         self.firsts, self.sources = _sources(problem, pieces)
-        devices = problem.devices
-        self.nodes = np.arange(devices.count) // devices.per_node
-        within, between = devices.ms_per_byte(True), devices.ms_per_byte(False)
+        self.nodes = np.arange(problem.devices) // problem.per_node
+        within, between = problem.ms_per_byte
         self.rates = np.where(self.nodes[:, None] == self.nodes[None, :], within, between)  # ms per byte, [D, D]
         np.fill_diagonal(self.rates, 0)
 
@@ -71,8 +71,8 @@ class Placer:
         are tried). A choice is taken back only where a later piece has no devices with enough memory. `used` has the
         bytes by device then.
         """
-        devices = self.problem.devices
-        ground = Ground(np.zeros(devices.count), np.full(devices.count, float(devices.held_bytes)))
+        count = self.problem.devices
+        ground = Ground(np.zeros(count), np.full(count, float(self.problem.held_bytes)))
         found: list[Placed] = []
         waiting: list[tuple[Ground, Iterator[tuple[int, ...]]]] = []
         tries = 0
@@ -97,7 +97,7 @@ class Placer:
         """The ground with the piece on these devices."""
         piece, metaop = self.pieces[at], self.problem.graph.metaops[self.pieces[at].metaop]
         first = self.firsts[at]
-        found = ground.copy() if np.isfinite(self.problem.devices.memory_bytes) else ground
+        found = ground.copy() if np.isfinite(self.problem.memory_bytes) else ground
         where = list(chosen)
         found.free_at[where] = self.ends[at]
         found.used[where] += piece.layers * metaop.saved_bytes / piece.width
@@ -123,13 +123,13 @@ class Placer:
             spent = float(cost[rows, where[columns]].sum())
             ranked.append((round(spent, 9), len(where), tuple(int(one) for one in where[columns])))
         yield from (devices for _, _, devices in sorted(ranked))
-        if np.isfinite(self.problem.devices.memory_bytes) and len(free) >= piece.width:
+        if np.isfinite(self.problem.memory_bytes) and len(free) >= piece.width:
             roomy = free[np.argsort(ground.used[free], kind="stable")[: piece.width]]
             yield tuple(int(one) for one in roomy[linear_sum_assignment(cost[:, roomy])[1]])
 
     def _whole_nodes(self, free: np.ndarray, width: int) -> list[np.ndarray]:
         """Free devices of each node that has `width` of them; if none has, of the fewest nodes that have together."""
-        by_node = [free[self.nodes[free] == node] for node in range(self.problem.devices.nodes)]
+        by_node = [free[self.nodes[free] == node] for node in range(self.problem.nodes)]
         whole = [one for one in by_node if len(one) >= width]
         if whole or len(free) < width:
             return whole
@@ -142,33 +142,40 @@ class Placer:
         weights that are there already elsewhere, which it would have to add.
         """
         piece, graph = self.pieces[len(found)], self.problem.graph
-        metaop, devices = graph.metaops[piece.metaop], self.problem.devices
-        cost = np.zeros((piece.width, devices.count))
+        metaop, count = graph.metaops[piece.metaop], self.problem.devices
+        cost = np.zeros((piece.width, count))
         for source in (found[one] for one in self.sources[len(found)]):
             rate = self.rates[list(source.devices)] * 2 * graph.metaops[source.metaop].output_bytes
             cost += overlap(piece.width, len(source.devices)) @ rate
-        needed = np.full(devices.count, piece.layers * metaop.saved_bytes / piece.width)
+        needed = np.full(count, piece.layers * metaop.saved_bytes / piece.width)
         for layer in range(self.firsts[len(found)], self.firsts[len(found)] + piece.layers):
             holders = ground.holders.get((metaop.parameters, layer), ())
-            absent = np.ones(devices.count, dtype=bool)
+            absent = np.ones(count, dtype=bool)
             absent[list(holders)] = False
             needed[absent] += metaop.state_bytes
             if holders:
                 nearest = self.rates[list(holders)].min(0)
                 cost += nearest * absent * (2 * metaop.reduced_bytes)
-        room = ground.used + needed <= devices.memory_bytes
+        room = ground.used + needed <= self.problem.memory_bytes
         return cost, room
 
 
 def _sources(problem: Problem, pieces: Sequence[Piece]) -> tuple[list[int], list[tuple[int, ...]]]:
-    """(first layers, places of the pieces that each receives from)."""
+    """(first layers, places of the pieces that each receives from). Raises PieceOrderError."""
+    names = [one.name for one in problem.graph.metaops]
     done = [0] * len(problem.layers)
     last: dict[int, int] = {}
     firsts, sources = [], []
     for at, piece in enumerate(pieces):
         begun = piece.metaop in last
+        for one in () if begun else problem.before[piece.metaop]:
+            if done[one] < problem.layers[one]:
+                raise PieceOrderError(names[piece.metaop], f"begins before {names[one]!r}, which it reads, is done")
         sources.append((last[piece.metaop],) if begun else tuple(last[one] for one in problem.before[piece.metaop]))
         firsts.append(done[piece.metaop])
         done[piece.metaop] += piece.layers
         last[piece.metaop] = at
+    for name, count, layers in zip(names, done, problem.layers, strict=True):
+        if count != layers:
+            raise PieceOrderError(name, f"has {layers} layers, and {count} of them run")
     return firsts, sources

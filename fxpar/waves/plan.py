@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import FitsNoDevicesError
 from fxpar.waves.bound import Relaxed, relaxed
 from fxpar.waves.improve import improved, tidied
@@ -15,7 +16,7 @@ from fxpar.waves.order import Piece, Problem
 from fxpar.waves.place import Placed, Placer
 from fxpar.waves.spindle import EXTENSIONS, SORTS, waves
 from fxpar.waves.step import Step, step_of
-from fxpar.waves.work import Devices, TaskGraph
+from fxpar.waves.work import TaskGraph
 
 EFFORT = 60_000  # pieces that each local search times
 _AGAIN = 2  # local searches from the best that was found
@@ -24,7 +25,7 @@ _WAVES, _SEQUENTIAL = "waves", "one after the other"
 
 @dataclass(frozen=True)
 class WavePlan:
-    """Pieces of MetaOps on devices, in the order of their forwards, and the step that they make.
+    """Pieces of MetaOps on the first `devices` of a cluster, in the order of their forwards, and the step of them.
 
     No plan of this graph takes less than `bound_ms` (transfers, reductions and memory aside); Spindle's waves, placed
     and timed alike, take `spindle_ms` (inf if memory does not suffice for them), all MetaOps one after the other on all
@@ -32,7 +33,8 @@ class WavePlan:
     """
 
     graph: TaskGraph
-    devices: Devices
+    cluster: ClusterSpec
+    devices: int
     pieces: tuple[Placed, ...]
     step: Step
     bound_ms: float
@@ -69,19 +71,30 @@ class WavePlan:
         return tuple(tuple(i for i in sorted(wave) if wave[i] == number) for number in range(max(wave.values()) + 1))
 
 
-def plan_waves(graph: TaskGraph, devices: Devices, *, effort: int = EFFORT) -> WavePlan:
-    """Plan one training step of all tasks of `graph`, which is Spindle's problem (arXiv 2409.03365, section 3).
+def plan_waves(
+    graph: TaskGraph,
+    cluster: ClusterSpec,
+    devices: int | None = None,
+    *,
+    memory_bytes: float | None = None,
+    held_bytes: float = 0.0,
+    effort: int = EFFORT,
+) -> WavePlan:
+    """Plan one training step of all tasks of `graph`, which is Spindle's problem (arXiv 2409.03365, section 3), on so
+    many devices of the cluster (None: all). Each holds `memory_bytes` (None: as the cluster says), of which
+    `held_bytes` are taken whatever the plan is.
 
     Starts are Spindle's waves under each of its rules, of which the shortest is taken, and orders without levels. Each
     is improved by local searches of so much `effort`, and the best of them again; all are placed and timed, and the
     shortest step is kept, of equal ones that of fewest pieces. Spindle's own are among them, and all MetaOps one
     after the other, so a plan is never longer. Equal arguments give equal plans.
 
-    Raises FitsNoDevicesError.
+    Raises ClusterError for more devices than the cluster has, TaskGraphError for a number that cannot be,
+    FitsNoDevicesError.
     """
-    graph.check_fits(devices)
-    problem = Problem(graph, devices)
-    bound = relaxed(graph, problem.curves, devices.count)
+    problem = Problem(graph, cluster, devices, memory_bytes, held_bytes)
+    problem.check_fits()
+    bound = relaxed(graph, problem.curves, problem.devices)
     found: dict[str, tuple[list[Placed], Step]] = {}
     for name, order in _both_ways(problem, _orders(problem, bound, effort)):
         placed = Placer(problem, order).place()
@@ -94,7 +107,7 @@ def plan_waves(graph: TaskGraph, devices: Devices, *, effort: int = EFFORT) -> W
     sequential = sum(curve.least_ms * count for curve, count in zip(problem.curves, problem.layers, strict=True))
     sequential += found[_SEQUENTIAL][1].exposed_ms if _SEQUENTIAL in found else 0.0
     spindle_ms = found[_WAVES][1].ms if _WAVES in found else math.inf
-    return WavePlan(graph, devices, tuple(placed), step, bound.bound_ms, spindle_ms, sequential, best)
+    return WavePlan(graph, cluster, problem.devices, tuple(placed), step, bound.bound_ms, spindle_ms, sequential, best)
 
 
 def _both_ways(problem: Problem, orders: Iterator[tuple[str, list[Piece]]]) -> Iterator[tuple[str, list[Piece]]]:
@@ -157,15 +170,15 @@ def _ms(problem: Problem, pieces: Sequence[Piece]) -> float:
 
 def _no_room(problem: Problem, bound: Relaxed) -> FitsNoDevicesError:
     """Each MetaOp fits, but no order was found in which they fit together. Says what memory would do for one."""
-    devices, room = problem.devices, problem.devices.memory_bytes - problem.devices.held_bytes
+    devices, room = problem.devices, problem.memory_bytes - problem.held_bytes
     states = {one.parameters: one.layers * one.state_bytes for one in problem.graph.metaops}
     total = sum(states.values()) + sum(one.layers * one.saved_bytes for one in problem.graph.metaops)
     largest = max(problem.graph.metaops, key=lambda one: one.layers * (one.state_bytes + one.saved_bytes))
     why = (
         f"no order was found that has room for it beside the others. All together take {total / 2**30:.2f} GiB or "
-        f"more, and {devices.count} devices have {devices.count * room / 2**30:.2f}"
+        f"more, and {devices} devices have {devices * room / 2**30:.2f}"
     )
-    roomy = Problem(problem.graph, replace(devices, memory_bytes=math.inf))
+    roomy = Problem(problem.graph, problem.cluster, devices, math.inf, problem.held_bytes)
     enough = min(_held_bytes(roomy, order) for order in (_whole(roomy, bound), _one_by_one(roomy)))
     gib = math.ceil(100 * enough / 2**30) / 100
     do = f"{gib:.2f} GiB for each device would do. Or plan for more devices, or for smaller batches"

@@ -12,7 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.waves.work import MetaOp, TaskGraph
+
+# NVLink, and a network of 400 Gb/s that eight devices share. Latency is none of what Spindle counts.
+NODE = ClusterSpec(1, 8, intra_gb_per_s=200.0, inter_gb_per_s=6.25, latency_us=0.0)
 
 _FLOPS_PER_MS = 156e9
 _LAUNCH_MS = 0.45  # of a layer, forward and backward

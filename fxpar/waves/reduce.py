@@ -11,7 +11,6 @@ import numpy as np
 
 from fxpar.waves.order import Problem
 from fxpar.waves.place import Placed
-from fxpar.waves.work import Devices
 
 
 @dataclass(frozen=True)
@@ -28,14 +27,15 @@ class Reduction:
     end_ms: float
 
 
-def all_reduce_ms(devices: Devices, holders: Sequence[int], nbytes: float) -> float:
+def all_reduce_ms(problem: Problem, holders: Sequence[int], nbytes: float) -> float:
     """What adding up so many bytes on each holder takes: by rings within nodes, between which a node sends its sum over
     the links of all of its devices (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002; by nodes first).
     """
-    on_node = Counter(one // devices.per_node for one in holders)
+    on_node = Counter(one // problem.per_node for one in holders)
     most, nodes = max(on_node.values()), len(on_node)
-    between = devices.ms_per_byte(False) / min(devices.per_node, devices.count)
-    return 2 * nbytes * ((most - 1) / most * devices.ms_per_byte(True) + (nodes - 1) / nodes * between)
+    within, between = problem.ms_per_byte
+    between /= min(problem.per_node, problem.devices)
+    return 2 * nbytes * ((most - 1) / most * within + (nodes - 1) / nodes * between)
 
 
 def reductions(
@@ -63,11 +63,11 @@ def reductions(
                 ready, done = (
                     max(_left_ms(placed[at], layer, *backwards[at]) for at in here) for layer in (last - 1, first)
                 )
-                each = all_reduce_ms(problem.devices, holders, nbytes)
+                each = all_reduce_ms(problem, holders, nbytes)
                 waiting.append((ready, weights, first, Reduction(weights, first, last, holders, ready, done), each))
-    links, found = np.zeros(problem.devices.count + problem.devices.nodes), []  # when each is free
+    links, found = np.zeros(problem.devices + problem.nodes), []  # when each is free
     for ready, _, _, one, each in sorted(waiting, key=lambda wait: wait[:3]):
-        mine = _links(problem.devices, one.devices)
+        mine = _links(problem, one.devices)
         start = max(ready, float(links[mine].max()))
         # Layers become ready evenly: they wait for the links from the first on, or the last one waits for nobody.
         end = max(start + (one.last - one.first) * each, one.end_ms + each)
@@ -76,10 +76,10 @@ def reductions(
     return tuple(found)
 
 
-def _links(devices: Devices, holders: Sequence[int]) -> list[int]:
+def _links(problem: Problem, holders: Sequence[int]) -> list[int]:
     """Places of devices, and behind them of their nodes, if there are several."""
-    nodes = {one // devices.per_node for one in holders}
-    return [*holders, *(devices.count + node for node in nodes if len(nodes) > 1)]
+    nodes = {one // problem.per_node for one in holders}
+    return [*holders, *(problem.devices + node for node in nodes if len(nodes) > 1)]
 
 
 def _left_ms(piece: Placed, layer: int, begin_ms: float, end_ms: float) -> float:

@@ -57,10 +57,10 @@ def waves(problem: Problem, sort: str, extension: str) -> list[list[Piece]]:
     found = []
     for level in problem.graph.levels:
         curves, layers = [problem.curves[m] for m in level], [problem.layers[m] for m in level]
-        optimum = together_ms(curves, layers, problem.devices.count)
+        optimum = together_ms(curves, layers, problem.devices)
         left = shares(problem, level, optimum)
         while left:
-            taken = _taken(left, sort, problem.devices.count)
+            taken = _taken(left, sort, problem.devices)
             wave = _aligned(problem, _extended(problem, taken, left, extension), min(one.ms for one in taken))
             left = _without(left, wave)
             found.append(wave)
@@ -80,7 +80,7 @@ def _taken(left: Sequence[Share], sort: str, devices: int) -> list[Share]:
 def _extended(problem: Problem, taken: Sequence[Share], left: Sequence[Share], extension: str) -> list[Piece]:
     """Idle devices go to whoever has most left to do, to its next width, while there are enough."""
     widths = {one.metaop: one.width for one in taken}
-    idle = problem.devices.count - sum(widths.values())
+    idle = problem.devices - sum(widths.values())
     if extension != "none":
         time = {m: sum(one.ms for one in left if one.metaop == m) for m in widths}
         area = {m: sum(one.ms * one.width for one in left if one.metaop == m) for m in widths}

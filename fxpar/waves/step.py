@@ -99,17 +99,16 @@ def _transfer_ms(
     """Until each of `devices` has its rows of what the senders have: as long as the device that receives or sends most
     takes. What travels is the senders' output, or the gradient of the output of a MetaOp.
     """
-    spent = np.zeros(problem.devices.count)
-    sent = np.zeros(problem.devices.count)
+    spent = np.zeros(problem.devices)
+    sent = np.zeros(problem.devices)
     into = np.array(devices)
-    per_node = problem.devices.per_node
-    within, between = problem.devices.ms_per_byte(True), problem.devices.ms_per_byte(False)
+    within, between = problem.ms_per_byte
     for sender in senders:
         if sender.devices == devices:
             continue
         source = np.array(sender.devices)
         size = problem.graph.metaops[sender.metaop if gradient_of is None else gradient_of].output_bytes
-        same = into[:, None] // per_node == source[None, :] // per_node
+        same = into[:, None] // problem.per_node == source[None, :] // problem.per_node
         rate = np.where(into[:, None] == source[None, :], 0, np.where(same, within, between))
         ms = overlap(len(into), len(source)) * size * rate
         spent[into] += ms.sum(1)
@@ -124,7 +123,7 @@ def _early(problem: Problem, jobs: Sequence[_Job]) -> list[int]:
         way = tails[at] + jobs[at].receive_ms + jobs[at].compute_ms
         for one in jobs[at].awaits:
             tails[one] = max(tails[one], way)
-    free, ends = [0.0] * problem.devices.count, [0.0] * len(jobs)
+    free, ends = [0.0] * problem.devices, [0.0] * len(jobs)
     missing = [len(job.awaits) for job in jobs]
     readers: list[list[int]] = [[] for _ in jobs]
     for at, job in enumerate(jobs):
@@ -149,8 +148,8 @@ def _early(problem: Problem, jobs: Sequence[_Job]) -> list[int]:
 
 def _step(problem: Problem, placed: Sequence[Placed], jobs: Sequence[_Job], order: Sequence[int]) -> Step:
     """Each job in this order starts when what it awaits has ended and all of its devices are free."""
-    free, ends = np.zeros(problem.devices.count), [0.0] * len(jobs)
-    received = np.zeros(problem.devices.count)
+    free, ends = np.zeros(problem.devices), [0.0] * len(jobs)
+    received = np.zeros(problem.devices)
     runs = []
     for at in order:
         job, devices = jobs[at], list(jobs[at].devices)
@@ -171,7 +170,7 @@ def _peaks(problem: Problem, placed: Sequence[Placed], runs: Sequence[Run]) -> t
     """Bytes of each device at its fullest: what it holds in any plan, weights and their states all the time, what a
     forward saves from its start to the end of its backward.
     """
-    count = problem.devices.count
+    count = problem.devices
     states = np.zeros(count)
     held: set[tuple[str, int, int]] = set()
     for piece in placed:
@@ -190,4 +189,4 @@ def _peaks(problem: Problem, placed: Sequence[Placed], runs: Sequence[Run]) -> t
     for _, sign, saved, devices in sorted(changes, key=lambda change: change[:2]):
         now[devices] += sign * saved
         peak = np.maximum(peak, now)
-    return tuple(map(float, problem.devices.held_bytes + states + peak))
+    return tuple(map(float, problem.held_bytes + states + peak))

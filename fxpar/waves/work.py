@@ -1,15 +1,15 @@
-"""What is planned: chains of equal layers with their costs, edges between them, and the devices."""
+"""What is planned: chains of equal layers with their costs, and edges between them."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 
-from fxpar.errors import FitsNoDevicesError, TaskGraphError, nearest
+from fxpar.errors import TaskGraphError, nearest
 
 _GRADIENTS = 1 / 8  # of the states of Adam in mixed precision: 2 of 16 bytes
 
@@ -69,44 +69,6 @@ class MetaOp:
     def parameters(self) -> str:
         """The name of what it shares."""
         return self.weights or self.name
-
-    def bytes_on(self, layers: int, width: int) -> float:
-        """What a device holds of so many of its layers, where `width` devices share them."""
-        return layers * (self.state_bytes + self.saved_bytes / width)
-
-
-@dataclass(frozen=True)
-class Devices:
-    """`count` devices, `per_node` to a node, that send so many GB/s each within a node and to others; each holds
-    `memory_bytes`, of which `held_bytes` are taken whatever the plan is. Raises TaskGraphError for a value that cannot
-    be.
-    """
-
-    count: int
-    per_node: int = 8
-    within_gb_per_s: float = 200.0
-    between_gb_per_s: float = 6.25
-    memory_bytes: float = math.inf
-    held_bytes: float = 0.0
-
-    def __post_init__(self) -> None:
-        for key in ("count", "per_node"):
-            if not _whole(getattr(self, key)):
-                raise TaskGraphError(f"devices, {key}", f"{getattr(self, key)!r} is not a number", "Write 1 or more")
-        for key in ("within_gb_per_s", "between_gb_per_s", "memory_bytes"):
-            value = getattr(self, key)
-            if not (_is_number(value) and value > 0):
-                raise TaskGraphError(f"devices, {key}", f"{value!r} cannot be", "Write a number above 0")
-        if not (_is_number(self.held_bytes) and 0 <= self.held_bytes < math.inf):
-            raise TaskGraphError("devices, held_bytes", f"{self.held_bytes!r} cannot be", "Write 0 or more")
-
-    @property
-    def nodes(self) -> int:
-        return -(-self.count // self.per_node)
-
-    def ms_per_byte(self, within: bool) -> float:
-        """Of one device that sends or receives."""
-        return 1e-6 / (self.within_gb_per_s if within else self.between_gb_per_s)
 
 
 @dataclass(frozen=True)
@@ -175,19 +137,6 @@ class TaskGraph:
             tuple(i for i in range(len(self.metaops)) if depth[i] == level) for level in range(max(depth.values()) + 1)
         )
 
-    def check_fits(self, devices: Devices) -> None:
-        """Raises FitsNoDevicesError for a MetaOp of which no allowed number of devices can run a layer."""
-        for one in self.metaops:
-            allowed = [width for width in one.layer_ms if width <= devices.count]
-            if not allowed:
-                why = f"it runs on {_listed(one.layer_ms)} devices, and there are {devices.count}"
-                raise FitsNoDevicesError(one.name, why, "Plan for more devices, or give it a time on fewer")
-            least, held = min(one.bytes_on(1, width) for width in allowed), devices.held_bytes
-            if least + held > devices.memory_bytes:
-                why = f"one layer takes {least / 2**30:.2f} GiB of a device that has {devices.memory_bytes / 2**30:.2f}"
-                why += f", of which {held / 2**30:.2f} are taken" if held else ""
-                raise FitsNoDevicesError(one.name, why, "Give each device more memory, or it a time on more devices")
-
 
 def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
@@ -195,7 +144,3 @@ def _whole(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    return " or ".join(map(str, sorted(numbers)[:6]))

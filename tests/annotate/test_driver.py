@@ -212,6 +212,19 @@ def test_an_axis_that_shards_nothing_makes_a_note():
     assert lower(gpt().graph, whole).notes[-1].startswith("tp shards no parameter, so every tp rank holds")
 
 
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        ("dp2+sp", "sp has no effect: it shards tokens over the ranks of tp, and there is no tp"),
+        ("tp2+zero1", "zero1 has no effect: it shards what several replicas hold, and there is one (no dp, no cp)"),
+        ("dp2.tp2+sp+zero1", None),
+        ("cp2+zero3", None),
+    ],
+)
+def test_a_flag_without_effect_makes_a_note(strategy, said):
+    assert annotate(llama().graph, Strategy.parse(strategy)).notes == ([said] if said else [])
+
+
 def test_stages_say_it_once():
     assert len(lower(gpt().graph, "pp2.tp3").notes) == 1
 

@@ -192,7 +192,7 @@ def test_crash_before_the_rename(tmp_path, monkeypatch):
     def crash(path):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fxpar.checkpoint.save.sync_folder", crash)
+    monkeypatch.setattr("fxpar.checkpoint.save.sync", crash)
     model, optimizer = make(1)
     with pytest.raises(KeyboardInterrupt):
         save_checkpoint(tmp_path, 2, model, optimizer, {}, keep=1)

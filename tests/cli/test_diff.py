@@ -168,6 +168,12 @@ def test_colours_on_a_terminal_only():
         (("mlp", "--after", "casts"), 1, "Give one MODEL and one strategy"),
         (("mlp", "-s", "tp2", "--before", "annotate"), 1, "there is nothing before 'annotate'"),
         (("mlp", "-s", "tp2", "--after", "cats"), 1, "did you mean 'casts'"),
+        (("mlp", "-s", "tp2", "--after", "share_weights"), 1, "See: fxpar dump MODEL -s A,B --after share_weights"),
+        (
+            ("mlp", "-s", "tp2", "--before", "accumulate_gradients"),
+            1,
+            "is not a step of the lowering, so no graph comes",
+        ),
         (
             ("mlp", "-s", "tp2", "--after", "casts", "--passes", "1", "2"),
             2,

@@ -8,6 +8,8 @@ import re
 import pytest
 
 from fxpar.cli.after_pass import step_name
+from fxpar.cli.commands import DumpRequest
+from fxpar.cli.options import GraphSource
 from fxpar.lowering.ladder import default_passes
 from tests.cli.helpers import fxpar
 
@@ -78,3 +80,11 @@ def test_after_each_pass():
 def test_plain_in_a_pipe(words):
     out = fxpar("dump", "mlp", "-s", "tp2", *words)[1]
     assert "\x1b" not in out
+
+
+@pytest.mark.parametrize(
+    ("file", "form"), [("g.json", "json"), ("g.DOT", "dot"), ("g.fxpar", "graph"), ("g.txt", "text"), ("g", "text")]
+)
+def test_the_form_is_that_of_the_name(file, form):
+    assert DumpRequest(GraphSource("mlp"), output=file).form == form
+    assert DumpRequest(GraphSource("mlp"), output=file, format="text").form == "text"

@@ -315,3 +315,13 @@ def test_a_cluster_adds_sums_of_nodes_and_says_what_fits(tmp_path):
     status, out, err = fxpar(*words, "--cluster", tmp_path / "one.toml")
     assert (status, out) == (1, "")
     assert "is too small for strategies on 4 ranks" in err
+
+
+def test_notes_of_several_strategies():
+    status, out, err = fxpar("memory", "mlp", "-s", "dp2+sp,dp2,dp2")
+    assert status == 0, err
+    assert len(re.findall(r"^dp2 ", out, re.MULTILINE)) == 1
+    assert out.splitlines()[-2:] == [
+        "note: dp2 is named 2 times",
+        "note: dp2+sp: sp has no effect: it shards tokens over the ranks of tp, and there is no tp",
+    ]

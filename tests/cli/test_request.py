@@ -8,9 +8,10 @@ import warnings
 import pytest
 
 from fxpar.cli.console import plain_table
-from fxpar.cli.request import collected_warnings, parse_overrides, parse_tokens, to_json
+from fxpar.cli.request import collected_warnings, named_once, parse_overrides, parse_tokens, to_json
 from fxpar.errors import FxparWarning
 from fxpar.ir.columns import human_bytes
+from fxpar.ir.strategy import Strategy
 
 
 def test_tokens():
@@ -61,3 +62,9 @@ def test_bytes():
 
 def test_plain_table():
     assert plain_table(("a", "n"), [("xyz", "1"), ("y", "22")], (1,)) == "a     n\nxyz   1\ny    22"
+
+
+def test_what_is_named_again_runs_once_and_is_noted():
+    found, notes = named_once([Strategy.parse(text) for text in ("tp2+sp", "dp2", "tp2+sp")])
+    assert [str(one) for one in found] == ["tp2+sp", "dp2"]
+    assert notes == ["tp2+sp is named 2 times"]

@@ -158,9 +158,11 @@ def test_bad_cluster_and_order(cluster, tmp_path):
     status, _, err = fxpar("switch", "mlp", "--from", "tp8", "--to", "dp8", "--cluster", file)
     assert status == 1
     assert "key 'latency_ms' is unknown; did you mean 'latency_us'?" in err
+    err = fxpar("switch", "mlp", "--from", "dp2", "--to", "tp2", "--world", "4")[2]
+    assert "'dp2' needs 2 ranks (the product of its degrees), but the world has 4" in err
     status, _, err = fxpar("order", "mlp", "--strategies", "tp8,tp8", "--cluster", cluster)
     assert (status, err.count("\n")) == (1, 1)
-    assert "two of the strategies are the same" in err
+    assert "order of graphs: tp8 is named 2 times; name each strategy once" in err
     status, _, err = fxpar("order", "mlp", "--strategies", "tp8,dp8", "--first", "tp4", "--cluster", cluster)
     assert "'tp4' is none of the strategies" in err
 

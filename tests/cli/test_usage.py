@@ -14,7 +14,7 @@ from tests.cli.helpers import fxpar
         (("switch", "mlp", "--to", "tp2"), "--from is missing: Strategy before, such as pp2.tp16"),
         (("rounds", "--devices", "8"), "--lengths is missing: Lengths in tokens: a file (.txt, .json, .npy, .npz), or"),
         (("dump", "mlp", "--stratgy", "tp2"), "fxpar dump has no option --stratgy; did you mean '--strategy'?"),
-        (("check", "mlp", "-s", "dp2", "--no-cache"), "fxpar check has no option --no-cache\n"),
+        (("check", "mlp", "-s", "dp2", "--cluster", "h100"), "fxpar check has no option --cluster\n"),
         (("profile", "-q"), "fxpar profile has no option -q"),
         (("dump", "mlp", "--format", "jsn"), "--format: 'jsn' is not one of 'text', 'json', 'dot', 'graph'; did you"),
         (("memory", "mlp", "--tokens", "many"), "--tokens: 'many' must be a whole number"),
@@ -27,6 +27,23 @@ from tests.cli.helpers import fxpar
         (("dmp", "mlp"), "there is no command 'dmp'; did you mean 'dump'?"),
         (("x",), "there is no command 'x'. Commands are train, plan, simulate, "),
         (("dump", "mlp", "tp2"), "fxpar dump takes no further word: tp2. Strategies are given with -s tp2"),
+        (("check", "mlp", "--seed", "1.5"), "--seed: '1.5' must be a whole number"),
+        (
+            ("viz", "mlp", "-s", "tp2", "-o", "x.pdf"),
+            "--output: a page is HTML: name it .html (--format json writes its ",
+        ),
+        (
+            ("viz", "mlp", "-s", "tp2", "-o", "x.html", "--format", "json"),
+            "--output: the data of a page is JSON: name it ",
+        ),
+        (
+            ("dump", "mlp", "-o", "x.svg"),
+            "--output: a dump is text, JSON, DOT or a graph, and 'x.svg' names a page or ",
+        ),
+        (
+            ("tasks", "plan", "x.toml", "-o", "x.json"),
+            "--output: it is a page or the run as planned: name it .html or ",
+        ),
         (("passes", "casts", "cleanup"), "fxpar passes takes no further word: cleanup"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -15,9 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpar.data import LengthHistogram, MiniBatchLoader, in_memory
+from fxpar.data import LengthHistogram, MiniBatchLoader
 from fxpar.data.cut import cut
 from fxpar.errors import LoaderOptionError, LoaderStateError, NoSequencesError, OverlongError, TokenIdError
+from tests.data.plain import in_memory
 from tests.repeat import examples
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from fxpar.data import (
     MiniBatchLoader,
     default_cache_dir,
-    in_memory,
     load,
     load_tokenizer,
     open_corpus,
@@ -32,6 +31,7 @@ from fxpar.errors import (
     MissingDataPackageError,
     TokenizerError,
 )
+from tests.data.plain import in_memory
 
 pytest.importorskip("tokenizers")
 

@@ -13,6 +13,7 @@ import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.run import get_args_parser
 
@@ -178,17 +179,15 @@ def _srun(words: list[str], folder: Path) -> None:
 
 def check_fxpar(words: Sequence[str], folder: Path) -> None:
     """The command and its options exist. Raises CommandError."""
-    import typer
+    from fxpar.cli.app import command_named
 
-    from fxpar.cli.app import app
-
-    group = typer.main.get_command(app)
     if not words or words[0].startswith("-"):
         return
-    command = group.commands.get(words[0])  # type: ignore[attr-defined]
-    if command is None:
-        raise CommandError(f"there is no command fxpar {words[0]}")
-    known = {option for p in command.params for option in (*p.opts, *p.secondary_opts)} | {"--help", "-h"}
+    try:
+        params: list[Any] = command_named(words[0]).params
+    except KeyError:
+        raise CommandError(f"there is no command fxpar {words[0]}") from None
+    known = {option for p in params for option in (*p.opts, *p.secondary_opts)} | {"--help", "-h"}
     for word in words[1:]:
         option = word.partition("=")[0]
         if re.match(r"--?[a-z]", word) and option not in known:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.main import get_command
 
-from fxpar.cli.app import app
+from fxpar.cli.app import COMMANDS, command_named
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 # Commands whose options are on a page of their own; the others have a section of cli.md.
@@ -19,7 +19,7 @@ SHARED = "Options of several commands"
 
 def options(command: str) -> set[str]:
     """The long names of its options, `--full` of `--fold/--full` included."""
-    found = get_command(app).commands[command].params  # type: ignore[attr-defined]
+    found: list[Any] = command_named(command).params
     return {name for p in found for name in (*p.opts, *p.secondary_opts) if name.startswith("--")}
 
 
@@ -39,7 +39,7 @@ def named(text: str) -> set[str]:
     return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
 
 
-@pytest.mark.parametrize("command", list(get_command(app).commands))  # type: ignore[attr-defined]
+@pytest.mark.parametrize("command", [name for name, *_ in COMMANDS])
 def test_every_option_is_named(command):
     if command in PAGES:
         text = (DOCS / f"{PAGES[command]}.md").read_text()
@@ -53,6 +53,11 @@ def test_every_option_is_named(command):
 
 
 def test_shared_options_are_those_of_several_commands():
-    commands = get_command(app).commands  # type: ignore[attr-defined]
     for name in in_table(section(SHARED)):
-        assert sum(name in options(command) for command in commands) > 1, name
+        assert sum(name in options(command) for command, *_ in COMMANDS) > 1, name
+
+
+def test_what_takes_a_model_takes_its_options():
+    for command, *_ in COMMANDS:
+        if any(param.name == "model" for param in command_named(command).params):
+            assert {"--set", "--dtype", "--no-cache", "--json", "--debug"} <= options(command), command

@@ -10,7 +10,15 @@ import pytest
 from fxpar.errors import DimNameError, MicroBatchCountError
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.lowering import lower
-from fxpar.memory import Conditions, pipeline_peak, predict_memory, schedule_of, steady_micro_batches, walk
+from fxpar.memory import (
+    Conditions,
+    memory_over_time,
+    pipeline_peak,
+    predict_memory,
+    schedule_of,
+    steady_micro_batches,
+    walk,
+)
 from fxpar.memory.walk import rank_peak
 from fxpar.remat import storages
 from tests.captured import llama
@@ -97,6 +105,18 @@ def test_two_micro_batches_per_rank_take_as_much_as_more(strategy):
     ranks, steady = program.strategy.pipeline_size, steady_micro_batches(program.strategy)
     few, there, more = (predict_memory(program, micro_batches=n).peak_bytes for n in (ranks, steady, 3 * steady))
     assert few < there <= more < 1.002 * there
+
+
+@pytest.mark.parametrize("strategy", ["pp2+zb_h1", f"pp2+interleaved_1f1b+{FOUR}"])
+def test_what_micro_batches_do_alike_is_played_once(strategy, monkeypatch):
+    """And the prediction is that of all of them."""
+    program, played, play = staged(strategy), [], walk._Walk._play
+    monkeypatch.setattr(walk._Walk, "_play", lambda *given: played.append(given) or play(*given))
+    whole, steps = memory_over_time(program, micro_batches=12), len(played)
+    found = memory_over_time(program, micro_batches=12, brief=True)
+    assert found.prediction == whole.prediction
+    assert [one.series.peak for one in found.ranks] == [one.series.peak for one in whole.ranks]
+    assert 3 * (len(played) - steps) < steps
 
 
 def test_stages():

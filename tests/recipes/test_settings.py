@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from torchtitan.distributed.activation_checkpoint import FullAC
@@ -12,7 +12,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from fxpar.recipes import torchtitan_api as titan
 from fxpar.recipes.checks import REFUSALS
 from fxpar.recipes.convert import to_fxpar
-from fxpar.recipes.settings import SECTIONS, SETTINGS, VERDICTS, options, setting_of, table, unheard
+from fxpar.recipes.settings import SECTIONS, SETTINGS, Verdict, options, setting_of, table, unheard
 from fxpar.recipes.trainer import FxparTrainer
 
 
@@ -29,7 +29,7 @@ def test_every_setting_has_a_row_and_every_row_a_setting():
     assert [name for name in names if setting_of(name) is None] == []
     used = {row.option for name in names if (row := setting_of(name)) is not None}
     assert used == {row.option for row in SETTINGS}
-    assert {row.verdict for row in SETTINGS} == set(VERDICTS)
+    assert {row.verdict for row in SETTINGS} == {*get_args(Verdict)}
     assert all(f"| `{row.option}` | {row.verdict} |" in table() for row in SETTINGS[:-1])
 
 

@@ -60,6 +60,11 @@ def check_plan(
     assert plan.any_cut_bound_ms <= plan.predicted_ms * (1 + 1e-9)
 
 
+def team_ms(cost: TeamCost, lengths: Sequence[int]) -> float:
+    """Of a team with these sequences."""
+    return cost.fixed_ms + float(cost.sequence_ms(np.asarray(lengths)).sum())
+
+
 def shortest_round(lengths: Sequence[int], devices: int, costs: Mapping[int, TeamCost]) -> float:
     """What the best round with these sequences takes, of all that there are; inf if there is none."""
     best = math.inf
@@ -70,7 +75,7 @@ def shortest_round(lengths: Sequence[int], devices: int, costs: Mapping[int, Tea
                 members[team].append(length)
             if all(sum(mine) <= costs[degree].tokens for degree, mine in zip(layout, members, strict=True)):
                 used = [(degree, mine) for degree, mine in zip(layout, members, strict=True) if mine]
-                best = min(best, max(costs[degree].team_ms(mine) for degree, mine in used))
+                best = min(best, max(team_ms(costs[degree], mine) for degree, mine in used))
     return best
 
 

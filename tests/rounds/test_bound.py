@@ -8,7 +8,7 @@ import pytest
 from fxpar.rounds import plan_rounds
 from fxpar.rounds.bound import any_cut_bound, round_bound, teams_within
 from fxpar.rounds.work import Kinds, Work
-from tests.rounds.plain import check_plan, drawn, shortest_plan, shortest_round, some
+from tests.rounds.plain import check_plan, drawn, shortest_plan, shortest_round, some, team_ms
 
 TINY = [(4, 4, some(1, 2, 4)), (3, 4, some(1, 2)), (4, 4, some(2, 4)), (3, 6, some(1, 2, 4))]
 
@@ -43,7 +43,7 @@ def test_a_batch_that_needs_several_rounds_is_bounded_by_their_fixed_times():
     lengths = [1000] * 6  # three rounds of two
     work = Work.of(lengths, 2, 2, costs)
     assert work.fewest_rounds == 3
-    assert any_cut_bound(work) == pytest.approx(3 * costs[1].team_ms([1000]))
+    assert any_cut_bound(work) == pytest.approx(3 * team_ms(costs[1], [1000]))
 
 
 def test_the_longest_round_leaves_work_to_the_others():
@@ -54,5 +54,5 @@ def test_the_longest_round_leaves_work_to_the_others():
     lengths = [1900, *[300] * 10]
     rest_ms = 3 * costs[1].sequence_ms(np.array([300]))[0] / 4
     bound = any_cut_bound(Work.of(lengths, 4, 4, costs))
-    assert bound == pytest.approx(costs[2].team_ms([1900]) + 50 + rest_ms)
+    assert bound == pytest.approx(team_ms(costs[2], [1900]) + 50 + rest_ms)
     assert bound < plan_rounds(lengths, 4, costs, devices_per_node=4).predicted_ms

@@ -9,7 +9,7 @@ from fxpar.rounds.cost import TeamCost
 from fxpar.rounds.fill import best_filled, filled, screened
 from fxpar.rounds.layouts import all_layouts
 from fxpar.rounds.work import Work, longest_ms
-from tests.rounds.plain import drawn, some
+from tests.rounds.plain import drawn, some, team_ms
 
 
 def test_each_goes_to_the_team_that_would_end_first():
@@ -17,7 +17,7 @@ def test_each_goes_to_the_team_that_would_end_first():
     teams = filled(work, np.arange(4), (2,))
     assert [team.members for team in teams] == [[0, 3], [1, 2]]
     assert [team.tokens for team in teams] == [600, 700]
-    assert teams[0].load_ms == pytest.approx(some(1)[1].team_ms([500, 100]))
+    assert teams[0].load_ms == pytest.approx(team_ms(some(1)[1], [500, 100]))
 
 
 def test_a_full_team_is_passed_over_and_takes_a_shorter_one_later():

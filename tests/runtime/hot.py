@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fxpar
 from fxpar import losses
+from fxpar.cost.group import kept_cost
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.teams import formations
@@ -23,6 +24,7 @@ from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.precision import with_precision
 from fxpar.runtime.compiling import as_precision, compile_strategies
 from fxpar.runtime.forked import run_forked
+from fxpar.runtime.options import cluster_here
 from fxpar.runtime.task import CompiledModel
 from tests import warm  # noqa: F401
 
@@ -47,7 +49,9 @@ def _lowered(make: Callable[[], nn.Module], strategy: str, precision: str | None
     _assert_once(f"lower {getattr(make, '__name__', make)} for {strategy}")
     how = as_precision(precision)
     dtypes = {"accumulate": how.accumulate_dtype, "reduce": how.reduce_dtype}
-    return lower(with_precision(_rows(make), how), strategy, for_store=True, **dtypes)
+    program = lower(with_precision(_rows(make), how), strategy, for_store=True, **dtypes)
+    kept_cost(program, cluster_here(None, program.strategy.world, torch.device("cpu")))  # so that no rank has to
+    return program
 
 
 def _assert_once(what: str) -> None:

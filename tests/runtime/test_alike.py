@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from fxpar.errors import BatchMismatchError, OptionMismatchError, ReplicaBatchError
+from fxpar.errors import BatchMismatchError, LayOutError, OptionMismatchError, ReplicaBatchError
+from fxpar.passes.share_weights import ShareWeights
 from tests.runtime.hot import World, compiled, parallel, precompile, sequences, small
 
 STRATEGIES = {16: "dp2", 64: "tp2", 512: "dp2+zero3"}
@@ -135,3 +136,26 @@ def test_ranks_of_one_replica_bring_the_same_batch():
     (_, near), (second, _) = batches_of_plain_calls()
     assert near < 1e-12
     assert not second
+
+
+@dataclass(frozen=True)
+class Broken(ShareWeights):
+    def lay_out(self, programs, rank, resident=None):
+        if rank == 1:
+            raise ValueError("out of room")
+        return super().lay_out(programs, rank, resident)
+
+
+@WORLD.case
+def a_layout_that_fails_on_one(rank):
+    given = replace(compiled(small, STRATEGIES.values()), sharing=Broken())
+    with pytest.raises(LayOutError) as found:
+        parallel(small, strategies=STRATEGIES, compiled=given)
+    return str(found.value), type(found.value.__cause__).__name__
+
+
+def test_nobody_waits_for_a_rank_whose_layout_fails():
+    (first, no_cause), (second, cause) = a_layout_that_fails_on_one()
+    assert first == second
+    assert first.startswith("pass 'share_weights': lay_out raised ValueError on rank 1: out of room. Mend the pass")
+    assert (no_cause, cause) == ("NoneType", "ValueError")

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import fxpar
 from fxpar import losses
 from fxpar.runtime.forked import run_forked
-from tests.runtime.hot import named
+from tests import warm  # noqa: F401
+from tests.repeat import thinned
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
@@ -183,18 +184,11 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def ran():
-    works = {name: partial(case.run, case.compiled()) for name, case in CASES.items()}
-    return run_forked(
-        2, lambda rank: {name: named(name, partial(work, rank)) for name, work in works.items()}, timeout_s=500
-    )
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_losses_and_gradients_are_those_of_one_device(ran, name):
-    want, gradients = CASES[name].one_device()
-    for loss, found in (each[name] for each in ran):
+@pytest.mark.parametrize("name", thinned(CASES, ["a vision-language model, with and without images"]))
+def test_losses_and_gradients_are_those_of_one_device(name):
+    case = CASES[name]
+    want, gradients = case.one_device()
+    for loss, found in run_forked(2, partial(case.run, case.compiled()), timeout_s=500):
         assert loss == pytest.approx(want, rel=1e-12)
         for fqn, gradient in gradients.items():
             assert (gradient is None) == (found[fqn] is None), fqn

@@ -25,7 +25,7 @@ IN_STEP = "dp2+zero3 | dp1+zero3"
 LENGTHS = (5, 60, 33, 17, 130, 8, 90, 12, 45, 2)
 CASES = {
     "with others": Case(
-        [sequences(seed, LENGTHS) for seed in (3, 4)], {"strategies": {16: "dp4", 64: "cp2 | dp2", 512: "cp4"}}, shallow
+        [sequences(seed, LENGTHS) for seed in (3, 4)], {"strategies": {16: "dp4", 64: "cp2 | dp2", 512: "cp4"}}, small
     ),
     "stages, zero": Case(
         [sequences(seed, LENGTHS) for seed in (3, 4)],

@@ -87,6 +87,7 @@ def test_no_set_is_better_than_the_one_that_is_found():
             chosen = [(edge, names[0]), (edges[-1], names[1])]
             priced = search.pricer.price(chosen)
             assert priced is None or search.pricer.at_best_s(chosen) <= priced.predicted_s
+            assert priced is None or search.pricer.at_best_s(chosen, 0.0) <= priced.predicted_s
             best = min(best, priced.predicted_s if priced else np.inf)
     singles = [search.pricer.price([(edges[-1], one)]) for one in search.candidates]
     least = min(one.predicted_s for one in singles if one)
@@ -139,8 +140,8 @@ class Unknown(Candidate):
         raise AssertionError(tokens)
 
 
-def test_what_a_set_takes_at_best_is_known_without_its_memory():
-    """It is what the set takes where nobody counts memory."""
+def test_what_a_set_takes_at_best_is_known_without_its_memory(monkeypatch):
+    """It is what the set takes where nobody counts memory; no switch is planned where it takes long enough without."""
     given = problem(None)
     search = _Search(given, known(given.cluster), lambda _: None)
     search.lower_all()
@@ -152,6 +153,10 @@ def test_what_a_set_takes_at_best_is_known_without_its_memory():
     assert limited.at_best_s([(edge, blank[0]), (last, blank[1])]) == took.predicted_s
     said = replace(blank[1], strategy=replace(other.strategy, tokens=last - 1))  # holds no such sequence
     assert limited.at_best_s([(edge, blank[0]), (last, said)]) == np.inf
+    chosen = [(edge, blank[0]), (last, blank[1])]
+    assert limited.at_best_s(chosen, took.predicted_s) == took.predicted_s
+    monkeypatch.setattr(limited.switches or limited._switches, "of_set", None)
+    assert limited.at_best_s(chosen, 0.5 * took.predicted_s) < took.predicted_s
 
 
 class Optimist(Candidate):

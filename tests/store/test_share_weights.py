@@ -183,5 +183,8 @@ def test_what_a_pass_lays_out_is_checked_whatever_it_is_made_of():
     with pytest.raises(StorageError, match="on rank 1: it lies over") as found:
         laid_out(OnTop(), programs, 1)
     assert str(pickle.loads(pickle.dumps(found.value))) == str(found.value)  # told to all ranks
-    with pytest.raises(PassContractError, match="lay_out returns a SharedStorage of buffers and views, no dict"):
+    with pytest.raises(
+        PassContractError, match="lay_out returns a SharedStorage of buffers and views, no dict"
+    ) as other:
         laid_out(Nothing(), programs, 1)
+    assert str(pickle.loads(pickle.dumps(other.value))) == str(other.value)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,7 +15,6 @@ from fxpar.lowering import lower
 from fxpar.tasks import TaskStep, captured, plan_tasks
 from fxpar.tasks.contract import contract
 from fxpar.tasks.held import Home
-from fxpar.tasks.plan import devices_of
 from fxpar.tasks.runs import planned_runs
 from fxpar.tasks.times import costs_of, shares_of, task_graph, widths_of
 from tests.runtime.test_pipeline_towers import Two
@@ -88,11 +85,7 @@ def test_mistakes():
         plan_tasks({"text": step("text")}, CLUSTER, 4)
 
 
-def test_devices_are_those_of_the_cluster():
-    found = devices_of(usual_cluster(16), 16)
-    assert (found.count, found.per_node, found.within_gb_per_s, found.between_gb_per_s) == (16, 8, 200, 25)
-    assert found.memory_bytes == math.inf
-    assert devices_of(usual_cluster(16), 16, 8e9, 1e9).memory_bytes == 8e9
+def test_widths_of_metaops():
     assert (widths_of(12), widths_of(6)) == ([1, 2, 4, 8, 12], [1, 2, 4, 5, 6])
 
 

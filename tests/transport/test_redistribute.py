@@ -278,12 +278,12 @@ def test_nothing_moves_before_all_is_understood():
     said = refusals()
     assert said[1:] == said[:-1]
     expected = {
-        "no layout": "'lay.1' stands in tensors only; did you mean 'lay.0'?",
-        "no tensor": "'b' stands in layouts only",
+        "no layout": "'lay.1' is in tensors but not in layouts; did you mean 'lay.0'?",
+        "no tensor": "'b' is in layouts but not in tensors",
         "plain tensor": "is a Tensor, not a DTensor",
-        "computed": "is a result of autograd, and no gradient would flow back; detach it",
-        "into computed": "is to be written to a result of autograd",
-        "other shape": "is [16], what it is to be written to [5]",
+        "computed": "is a result of autograd, through which no gradient would flow; detach it",
+        "into computed": "has a target that is a result of autograd",
+        "other shape": "has shape [16], and its target [5]",
         "no pair": "write (device mesh, placements), or a DTensor",
         "no list": "has the placements Shard(dim=0); write a list",
         "text": "has the placements ['S(0)']; write a list",
@@ -292,13 +292,13 @@ def test_nothing_moves_before_all_is_understood():
         "too many": "2 placements (Shard(dim=0), Shard(dim=0)) for a mesh of 1 dims",
         "no such dim": "names a dim that a tensor of shape [16] does not have",
         "negative": "names a dim that a tensor of shape [16] does not have",
-        "to terms": "a value is not taken apart into terms",
-        "twice": "cut dim 0 of size 5 into 2 pieces, which differ, and these again",
-        "expanded": "is to be written to an expanded tensor; clone that one",
-        "unequal steps": "[0, 1, 3] does not lead from rank to rank in equal, growing steps",
-        "backwards": "[3, 2, 1, 0] does not lead from rank to rank in equal, growing steps",
-        "turned": "cut in an order that its placements (Shard(dim=0), Shard(dim=0)) do not show",
-        "strided": "cuts pieces of a dim that no mesh dim behind it has made",
+        "to terms": "a full value is not split into partial sums",
+        "twice": "shard dim 0 of size 5 twice; its 2 pieces after the first split are unequal",
+        "expanded": "has a target that is an expanded tensor, whose elements share memory; clone it",
+        "unequal steps": "[0, 1, 3] does not have a constant, positive stride of ranks",
+        "backwards": "[3, 2, 1, 0] does not have a constant, positive stride of ranks",
+        "turned": "is sharded in an order that its placements (Shard(dim=0), Shard(dim=0)) do not show",
+        "strided": "has a split factor that is not a product of later mesh dims",
         "meta": "is on device meta",
     }
     for case, part in expected.items():

@@ -6,7 +6,8 @@ import re
 from xml.etree import ElementTree
 
 from fxpar.viz.waves import waves_html
-from fxpar.waves import Devices, MetaOp, TaskGraph, plan_waves
+from fxpar.waves import MetaOp, TaskGraph, plan_waves
+from tests.waves.plain import nodes
 
 GRAPH = TaskGraph(
     (MetaOp("a<b", 6, {1: 4.0, 2: 2.2}, output_bytes=1e7), MetaOp("lm", 4, {1: 3.0, 2: 1.6, 4: 0.9})), (("a<b", "lm"),)
@@ -14,7 +15,7 @@ GRAPH = TaskGraph(
 
 
 def test_each_run_has_a_box_on_each_of_its_devices():
-    plan = plan_waves(GRAPH, Devices(4))
+    plan = plan_waves(GRAPH, nodes(4))
     page = waves_html(plan, "two & two", {(1, 4): "cp4"})
     drawn = ElementTree.fromstring(re.search(r"<svg viewBox.*?</svg>\n(?=<table)", page, re.S)[0])
     boxes = [one for one in drawn.iter("rect") if one.find("title") is not None]
@@ -29,7 +30,7 @@ def test_each_run_has_a_box_on_each_of_its_devices():
 
 def test_gradients_are_added_up_below_what_runs():
     held = TaskGraph((MetaOp("a", 2, {2: 2.0}, state_bytes=8e8),))
-    plan = plan_waves(held, Devices(2))
+    plan = plan_waves(held, nodes(2))
     page = waves_html(plan, "one")
     assert len(re.findall('class="reduces"', page)) == 2 * len(plan.step.reductions) == 2
     assert f"which takes {plan.step.exposed_ms:.1f} ms at the end" in page

@@ -8,9 +8,16 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.waves import MetaOp, TaskGraph, WavePlan
 
 CLOSE = 1e-6
+
+
+def nodes(devices: int, per_node: int = 8, intra: float = 200.0, inter: float = 6.25) -> ClusterSpec:
+    """For so many devices; of one node no more than these."""
+    per_node = min(per_node, devices)
+    return ClusterSpec(-(-devices // per_node), per_node, intra, inter, 0.0)
 
 
 def metaop(name: str, layers: int, work: float = 8.0, fixed: float = 0.4, widest: int = 8, **more: object) -> MetaOp:
@@ -25,18 +32,18 @@ def without_transfers(graph: TaskGraph) -> TaskGraph:
     return TaskGraph(tuple(silent), graph.edges)
 
 
-def check_plan(plan: WavePlan) -> None:
+def check_plan(plan: WavePlan, memory_bytes: float = math.inf) -> None:
     """All layers once and in order, each forward behind what it reads and each backward behind its readers', no device
     twice at a time, every run as long as its layers and what it receives take, memory; and the bound.
     """
-    graph, devices = plan.graph, plan.devices
+    graph = plan.graph
     runs = {(run.piece, run.backward): run for run in plan.step.runs}
     assert sorted(runs) == [(at, way) for at in range(len(plan.pieces)) for way in (False, True)]
     by_metaop = defaultdict(list)
     for at, piece in enumerate(plan.pieces):
         by_metaop[graph.metaops[piece.metaop].name].append(at)
         assert len(set(piece.devices)) == len(piece.devices)
-        assert all(0 <= device < devices.count for device in piece.devices)
+        assert all(0 <= device < plan.devices for device in piece.devices)
     for one in graph.metaops:
         layers = [list(range(plan.pieces[at].first, plan.pieces[at].last)) for at in by_metaop[one.name]]
         assert list(itertools.chain(*layers)) == list(range(one.layers)), one.name
@@ -53,7 +60,7 @@ def check_plan(plan: WavePlan) -> None:
             assert math.isclose(run.end_ms - run.begin_ms, piece.layers * layer_ms * share, rel_tol=1e-9)
             mine = [(b, a) for a, b in after if b == at] if not way else [(a, b) for a, b in after if a == at]
             assert run.begin_ms - run.start_ms >= max(_least_ms(plan, *pair, way) for pair in [*mine, (at, at)]) - CLOSE
-    _check_devices(plan, runs)
+    _check_devices(plan, runs, memory_bytes)
     wave_of = {at: number for number, members in enumerate(plan.waves) for at in members}
     assert sorted(wave_of) == list(range(len(plan.pieces)))
     for a, b in itertools.permutations(wave_of, 2):
@@ -82,12 +89,12 @@ def _least_ms(plan: WavePlan, to: int, source: int, backward: bool) -> float:
             low, high = max(place / len(into), q / len(out)), min((place + 1) / len(into), (q + 1) / len(out))
             here = max(0.0, high - low)
         worst = max(worst, (1 / len(into) - here) * size)
-    return worst / plan.devices.within_gb_per_s * 1e-6
+    return worst / plan.cluster.intra_gb_per_s * 1e-6
 
 
-def _check_devices(plan: WavePlan, runs: dict) -> None:
+def _check_devices(plan: WavePlan, runs: dict, memory_bytes: float) -> None:
     """No device does two things at a time, nor holds more than it can."""
-    for device in range(plan.devices.count):
+    for device in range(plan.devices):
         mine = [(run, plan.pieces[run.piece]) for run in runs.values() if device in plan.pieces[run.piece].devices]
         spans = sorted((run.start_ms, run.end_ms) for run, _ in mine)
         for (_, end), (start, _) in itertools.pairwise(spans):
@@ -109,7 +116,7 @@ def _check_devices(plan: WavePlan, runs: dict) -> None:
             most = max(most, saved)
         peak = sum(states.values()) + most
         assert math.isclose(peak, plan.step.peak_bytes[device], rel_tol=1e-9, abs_tol=1e-6)
-        assert peak <= plan.devices.memory_bytes
+        assert peak <= memory_bytes
 
 
 def _check_reductions(plan: WavePlan, runs: dict) -> None:
@@ -125,7 +132,7 @@ def _check_reductions(plan: WavePlan, runs: dict) -> None:
     assert sorted(found) == sorted(wanted)
     for one in plan.step.reductions:
         assert all(held[one.weights, layer] == {*one.devices} for layer in range(one.first, one.last))
-        least = 2 * (1 - 1 / len(one.devices)) * nbytes[one.weights] / plan.devices.within_gb_per_s * 1e-6
+        least = 2 * (1 - 1 / len(one.devices)) * nbytes[one.weights] / plan.cluster.intra_gb_per_s * 1e-6
         assert one.end_ms - one.start_ms >= (one.last - one.first) * least - CLOSE
         first = [
             runs[at, True].end_ms
@@ -133,7 +140,7 @@ def _check_reductions(plan: WavePlan, runs: dict) -> None:
             if plan.graph.metaops[piece.metaop].parameters == one.weights and piece.first == one.first < piece.last
         ]
         assert one.end_ms >= max(first, default=0.0) - CLOSE
-    for device in range(plan.devices.count):
+    for device in range(plan.devices):
         spans = sorted((one.start_ms, one.end_ms) for one in plan.step.reductions if device in one.devices)
         assert all(end <= start + CLOSE for (_, end), (start, _) in itertools.pairwise(spans))
     assert plan.ms == max(one.end_ms for one in (*plan.step.runs, *plan.step.reductions))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fxpar.waves import Devices, MetaOp, TaskGraph, plan_waves
+from fxpar.waves import MetaOp, TaskGraph, plan_waves
 from fxpar.waves.chains import Chain, TasksPlan
+from tests.waves.plain import nodes
 
 
 def test_first_and_last_layers_bring_what_runs_with_them():
@@ -14,7 +15,7 @@ def test_first_and_last_layers_bring_what_runs_with_them():
     )
     strategies = {1: "dp1", 2: "dp2", 4: "cp4"}
     found = TasksPlan(
-        plan_waves(graph, Devices(4)),
+        plan_waves(graph, nodes(4)),
         tuple(Chain(c.metaop, c.task, c.layers, c.before, c.behind, strategies) for c in (image, text)),
     )
     first, second, whole = found.assignments

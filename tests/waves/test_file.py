@@ -20,15 +20,13 @@ def write(tmp_path, data) -> str:
 
 def test_a_file(tmp_path):
     other = METAOP | {"name": "b", "weights": "w", "state_bytes": 5, "saved_bytes": 6, "output_bytes": 7}
-    data = {"metaops": [METAOP, other], "edges": [["a", "b"]], "between_gb_per_s": 3, "memory_gib": 2}
+    data = {"metaops": [METAOP, other], "edges": [["a", "b"]], "inter_gb_per_s": 3, "memory_gib": 2}
     found = read_tasks(write(tmp_path, data))
     assert found.graph.edges == (("a", "b"),)
     a, b = found.graph.metaops
     assert (a.layer_ms, a.state_bytes, a.parameters) == ({1: 2, 2: 1.5}, 0, "a")
     assert (b.state_bytes, b.saved_bytes, b.output_bytes, b.parameters) == (5, 6, 7, "w")
-    devices = found.devices(4, 2)
-    assert (devices.count, devices.per_node, devices.between_gb_per_s) == (4, 2, 3)
-    assert devices.memory_bytes == 2 * 2**30
+    assert (found.node.intra_gb_per_s, found.node.inter_gb_per_s, found.memory_bytes) == (200, 3, 2 * 2**30)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +51,7 @@ def test_a_file(tmp_path):
         ({"metaops": [METAOP], "edges": [["a"]]}, "are no pairs"),
         ({"metaops": [METAOP], "edges": [["a", "x"]]}, "there is no MetaOp 'x'"),
         ({"metaops": [METAOP], "memory_gib": 0}, "memory_gib: 0 cannot be"),
-        ({"metaops": [METAOP], "within_gb_per_s": "1"}, "within_gb_per_s: '1' cannot be"),
+        ({"metaops": [METAOP], "intra_gb_per_s": "1"}, "intra_gb_per_s: '1' cannot be"),
     ],
 )
 def test_files_that_cannot_be(tmp_path, data, message):

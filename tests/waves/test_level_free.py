@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from fxpar.waves import CASES, Devices, TaskGraph
+from fxpar.waves import CASES, TaskGraph
 from fxpar.waves.bound import relaxed
 from fxpar.waves.level_free import level_free
 from fxpar.waves.order import Problem
-from tests.waves.plain import metaop, without_transfers
+from tests.waves.plain import metaop, nodes, without_transfers
 
 
 def order(graph: TaskGraph, devices: int, anew: bool = False):
-    problem = Problem(graph, Devices(devices))
+    problem = Problem(graph, nodes(devices))
     found = relaxed(graph, problem.curves, devices)
     pieces = level_free(problem, found.metaop_ms, anew)
     return problem, pieces, max(problem.times(pieces)[1]) / found.bound_ms

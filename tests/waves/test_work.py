@@ -8,7 +8,7 @@ import math
 import pytest
 
 from fxpar.errors import TaskGraphError
-from fxpar.waves import Devices, MetaOp, TaskGraph
+from fxpar.waves import MetaOp, TaskGraph
 from tests.waves.plain import metaop
 
 
@@ -63,12 +63,6 @@ def test_shared_weights_are_equal():
         TaskGraph((metaop("a", 2, weights="w"), metaop("b", 3, weights="w")))
     with pytest.raises(TaskGraphError, match="'w', weights: 'a' has the same weights"):
         TaskGraph((metaop("a", 2, weights="w"), metaop("w", 2, state_bytes=1.0)))
-
-
-@pytest.mark.parametrize(("key", "value"), [("count", 0), ("per_node", 1.5), ("memory_bytes", math.nan)])
-def test_devices_that_cannot_be(key, value):
-    with pytest.raises(TaskGraphError, match=f"devices, {key}"):
-        Devices(**({"count": 4} | {key: value}))
 
 
 def test_levels():
