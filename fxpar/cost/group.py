@@ -18,7 +18,6 @@ from fxpar.ir.strategy import Strategy
 from fxpar.schedule import Action, Costs, schedule, simulate
 from fxpar.schedule.mini_batch import FORWARD
 
-
 _KEPT: dict[int, dict[ClusterSpec, Cost]] = {}  # by the identity of programs, as long as they live
 
 
