@@ -27,7 +27,7 @@ def kept_cost(program: TrainGraph, cluster: ClusterSpec) -> Cost:
     """
     if id(program) not in _KEPT:
         _KEPT[id(program)] = {}
-        weakref.finalize(program, _KEPT.pop, id(program)).atexit = False
+        weakref.finalize(program, _KEPT.pop, id(program))
     known = _KEPT[id(program)]
     if cluster not in known:
         known[cluster] = program_cost(program, cluster)
