@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fxpar.cost.calls import handed_on_s, node_costs
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.group import group_cost, rank_costs, simulated_s
+from fxpar.cost.group import group_cost, kept_cost, rank_costs, simulated_s
 from fxpar.cost.group_cost import GroupCost
 from fxpar.cost.polynomial import Polynomial
 from fxpar.errors import ClusterError, CostModelError
@@ -27,6 +27,18 @@ def test_a_replica_of_four_ranks_is_four_times_as_fast():
     assert four.per_token_s == pytest.approx(one.per_token_s / 4, rel=0.2)
     two = group_cost(program("dp2.tp2"), fast)
     assert two.per_square_s == pytest.approx(one.per_square_s / 2)
+
+
+def test_a_cost_is_kept_for_its_program_and_cluster_alone():
+    one, other = program("dp4"), program("cp4")
+    assert kept_cost(one, NODE) == group_cost(one, NODE)
+    assert kept_cost(one, NODE) is kept_cost(one, NODE)
+    assert kept_cost(other, NODE) == group_cost(other, NODE) != kept_cost(one, NODE)
+    slow = replace(NODE, device=replace(DEVICE, launch_us=1e6))
+    assert kept_cost(one, slow) == group_cost(one, slow) != kept_cost(one, NODE)
+    many = {kept_cost(replace(one), NODE) for _ in range(5)}  # each dies at once, and the next may lie where it lay
+    assert many == {kept_cost(one, NODE)}
+    assert kept_cost(replace(other), NODE) == kept_cost(other, NODE)
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("rows4", 4), ("tp4[*.attention: rows2.tp2]", 4), ("dp2.rows2", 2)])
