@@ -101,6 +101,10 @@ def _map(path: Path) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--anew", action="store_true", help="run what tests/nightly.txt names too")
+
+
 def pytest_configure() -> None:
     handle, path = tempfile.mkstemp(dir=os.environ[RESULTS], suffix=".bytes")
     with open(handle, "wb") as file:

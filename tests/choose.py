@@ -1,11 +1,11 @@
 """Choose which tests run by day, and write the names of the others to tests/nightly.txt.
 
-    python -m tests.choose [--keep FOLDER] [--measured FOLDER]
+    python -m tests.choose [--keep FOLDER] [--measured FOLDER] [--more]
 
 It runs what `make test` would if tests/nightly.txt were empty: half an hour on two idle cores. Then the dearest tests
 become nightly one by one, as long as each block of the library (tests/blocks.py) that one runs is still run by day by
 two tests, and by one of the same room. The last case of a test stays by day where it is cheap, or where what it looks
-at is no block (`LOOK_ELSEWHERE`). Both sums of CPU seconds and both numbers of blocks are printed.
+at is no block (`LOOK_ELSEWHERE`). `--more` runs what `make test` does, and adds to the names. Both sums of CPU seconds and both numbers of blocks are printed.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ class Measured:
     blocks: frozenset[int]
 
 
-def measure(folder: Path) -> None:
-    """Run the tests by day, with what they run and take written to `folder`."""
+def measure(folder: Path, more: bool = False) -> None:
+    """Run the tests by day, with what they run and take written to `folder`; without `more` those of nightly.txt too."""
     firsts, _ = first_blocks()
     (folder / "first_blocks.json").write_text(json.dumps(firsts))
     (folder / "sitecustomize.py").write_text("import tests.blocks\n\ntests.blocks.install()\n")
     path = os.pathsep.join(filter(None, (str(folder), str(ROOT), os.environ.get("PYTHONPATH"))))
     ignored = [f"--ignore=tests/{one}" for one in ("docs", "recipes", "titan")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.blocks", "-n", "2", "--dist", "loadfile"]
+    command += [] if more else ["--anew"]
     command += ["-m", f"not nightly and {OTHER_TARGETS}", *ignored]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path, RESULTS: str(folder)}, check=False)
 
@@ -98,18 +99,26 @@ def as_lines(nightly: Iterable[str], tests: Iterable[str]) -> list[str]:
     return sorted({name if _test(name) in by_day else _test(name) for name in nightly})
 
 
+def merged(known: Iterable[str], lines: Iterable[str]) -> list[str]:
+    """All names, without cases of a test that is named itself."""
+    every = {*known, *lines}
+    return sorted(name for name in every if _test(name) == name or _test(name) not in every)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, help="where to leave what was measured; a new folder")
     parser.add_argument("--measured", type=Path, help="do not measure: take what --keep left")
+    parser.add_argument("--more", action="store_true", help="leave what is nightly where it is")
     args = parser.parse_args()
     folder = args.measured or args.keep or Path(tempfile.mkdtemp())
     if not args.measured:
         folder.mkdir(exist_ok=True)
-        measure(folder)
+        measure(folder, args.more)
     tests = read(folder)
     nightly = chosen(tests)
-    MEASURED.write_text("\n".join(as_lines(nightly, tests)) + "\n")
+    known = MEASURED.read_text().splitlines() if args.more else []
+    MEASURED.write_text("\n".join(merged(known, as_lines(nightly, tests))) + "\n")
     kept = {name: one for name, one in tests.items() if name not in set(nightly)}
     for words, some in (("all", tests), ("by day", kept)):
         blocks = len(frozenset().union(*(one.blocks for one in some.values())))

@@ -54,7 +54,7 @@ def pytest_cmdline_main() -> Generator[None, int | None, int | None]:
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not name
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what is nightly. Put the longest files first. Skip the tests marked `gpu` where torch sees no CUDA GPU."""
-    measured = () if config.pluginmanager.has_plugin("tests.blocks") else MEASURED.read_text().split("\n")
+    measured = () if config.getoption("--anew", default=False) else MEASURED.read_text().split("\n")
     _mark_nightly(items, measured, whole_files=not any("::" in arg for arg in config.args))
     places = {f"tests/{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from tests.blocks import marked
-from tests.choose import Measured, as_lines, chosen
+from tests.choose import Measured, as_lines, chosen, merged
 
 
 def of(**tests: tuple[float, str]) -> dict[str, Measured]:
@@ -32,6 +32,10 @@ def test_the_last_case_of_a_cheap_test_stays():
 
 def test_cases_are_named_where_some_are_left():
     assert as_lines(["a/x[1]", "a/y[1]", "a/y[2]"], ["a/x[1]", "a/x[2]", "a/y[1]", "a/y[2]"]) == ["a/x[1]", "a/y"]
+
+
+def test_names_that_are_added():
+    assert merged(["a/x[1]", "a/y"], ["a/x", "a/z[1]"]) == ["a/x", "a/y", "a/z[1]"]
 
 
 def test_each_block_of_a_function_sets_its_byte():

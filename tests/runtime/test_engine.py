@@ -147,7 +147,7 @@ CASES = {
     "rings": Case(BATCHES, {"strategies": {16: "dp4", 64: "tp2.ring2+sp", 512: "cp2.ring2+zero3"}}, shallow),
     "few sequences, fused optimizer": Case(
         [sequences(0, (5, 60, 33, 17, 130, 8)), *(sequences(11, lengths) for lengths in FEW)],
-        make=small,
+        make=shallow,
         optimizer={"fused": True},
     ),
 }

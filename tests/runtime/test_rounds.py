@@ -11,24 +11,22 @@ from fxpar.ir.teams import formations
 from fxpar.runtime.engine import Replanned
 from fxpar.runtime.forked import run_forked
 from tests.repeat import examples
-from tests.runtime.hot import largest_error, one_device, parallel, precompile, sequences, shallow, small
+from tests.runtime.hot import largest_error, one_device, parallel, precompile, sequences, shallow
 
 WRITTEN = ("cp2.tp2+sp", "tp2+sp+chunks(2)+tokens(100)", "dp1+remat+tokens(48)[head: +chunks(2)]")
 STRATEGIES = {"cut from one": {192: "rounds(cp4)"}, "written": {192: f"rounds({', '.join(WRITTEN)})"}}
-MODELS = {"cut from one": small, "written": shallow}  # attention in what plans of rounds are made of: test_teams.py
 LENGTHS = (5, 60, 33, 17, 130, 8, 90, 12, 45, 2, 21, 7, 30)
 PLANS = min(20, examples(30))  # six by day, of each
 Steps = list[tuple[list[str], float, dict[str, Any]]]
 
 
 def under_random_plans(rank: int) -> dict[str, Steps]:
-    return {what: _steps(what) for what in STRATEGIES}
+    return {what: _steps(strategies) for what, strategies in STRATEGIES.items()}
 
 
-def _steps(what: str) -> Steps:
+def _steps(strategies: dict[int, str]) -> Steps:
     """The same mini-batch with the same weights in different plans: those for random limits, with random costs."""
-    model = parallel(MODELS[what], strategies=STRATEGIES[what], merge=True)
-    batch = sequences(3, LENGTHS)
+    model, batch = parallel(shallow, strategies=strategies, merge=True), sequences(3, LENGTHS)
     engine, rng, found = model.fxpar_session.engine, random.Random(7), []
     seen: set[str] = set()
     while len(seen) < PLANS:
@@ -49,14 +47,18 @@ def _steps(what: str) -> Steps:
 
 @pytest.fixture(scope="module")
 def ran():
-    for what, strategies in STRATEGIES.items():
-        precompile(MODELS[what], strategies)
+    for strategies in STRATEGIES.values():
+        precompile(shallow, strategies)
     return run_forked(4, under_random_plans)[0]
 
 
+@pytest.fixture(scope="module")
+def want():
+    return one_device(shallow(), [sequences(3, LENGTHS)], clip=None)
+
+
 @pytest.mark.parametrize("what", STRATEGIES)
-def test_no_plan_changes_a_gradient(ran, what):
-    want = one_device(MODELS[what](), [sequences(3, LENGTHS)], clip=None)
+def test_no_plan_changes_a_gradient(ran, want, what):
     assert len(ran[what]) == PLANS
     for _, loss, grads in ran[what]:
         assert loss == pytest.approx(want["losses"][0], rel=1e-12)
