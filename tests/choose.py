@@ -5,7 +5,8 @@
 It runs what `make test` would if tests/nightly.txt were empty: half an hour on two idle cores. Then the dearest tests
 become nightly one by one, as long as each block of the library (tests/blocks.py) that one runs is still run by day by
 two tests, and by one of the same room. The last case of a test stays by day where it is cheap, or where what it looks
-at is no block (`LOOK_ELSEWHERE`). `--more` runs what `make test` does, and adds to the names. Both sums of CPU seconds and both numbers of blocks are printed.
+at is no block (`LOOK_ELSEWHERE`). `--more` runs what `make test` does, and adds to the names. Both sums of CPU seconds
+and both numbers of blocks are printed.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Measured:
 
 
 def measure(folder: Path, more: bool = False) -> None:
-    """Run the tests by day, with what they run and take written to `folder`; without `more` those of nightly.txt too."""
+    """Run what would be by day, or with `more` what is, with what tests run and take written to `folder`."""
     firsts, _ = first_blocks()
     (folder / "first_blocks.json").write_text(json.dumps(firsts))
     (folder / "sitecustomize.py").write_text("import tests.blocks\n\ntests.blocks.install()\n")
