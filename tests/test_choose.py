@@ -34,6 +34,10 @@ def test_cases_are_named_where_some_are_left():
     assert as_lines(["a/x[1]", "a/y[1]", "a/y[2]"], ["a/x[1]", "a/x[2]", "a/y[1]", "a/y[2]"]) == ["a/x[1]", "a/y"]
 
 
+def test_a_case_that_asks_something_of_its_own_stays():
+    assert chosen({f"flow/test_x.py::test_y[{i}]": Measured(9, frozenset({1})) for i in range(4)}) == []
+
+
 def test_names_that_are_added():
     assert merged(["a/x[1]", "a/y"], ["a/x", "a/z[1]"]) == ["a/x", "a/y", "a/z[1]"]
 
