@@ -112,8 +112,8 @@ def _run(request: PlanRequest) -> None:
             runs = verified(_job(request, problem, found, plans[: request.verify]))
     fastest = order_of([run.measured_s for run in runs])[0] if runs else 0
     if request.output is not None:
-        remarks = _remarks(found, request.output, fastest)
-        write_output(request.output, plans[fastest].to_toml([*remarks, *_measured(runs, fastest)]))
+        said = [*remarks(found, request.output, fastest), *_measured(runs, fastest)]
+        write_output(request.output, plans[fastest].to_toml(said))
     show_notes(notes)
     more = {"notes": notes, "routes": routes} | ({"verified": verified_json(runs)} if runs else {})
     if write_json(request.json, document(found, tokens) | sizes_json(rated) | more):
@@ -185,13 +185,16 @@ def _cluster(request: PlanRequest) -> ClusterSpec:
     return cluster
 
 
-def _remarks(found: Found, path: str, number: int) -> list[str]:
+def remarks(found: Found, path: str, number: int) -> list[str]:
+    """Comments of a plan file: what plan `number`, from 0 on, is predicted to win, and how to train with it."""
     static, plan = found.best_static, found.plans[number]
     speedup = static.predicted_s / plan.predicted_s
     faster = f"predicted: {speedup:.2f} times as fast as the best single strategy, {static.strategies[0]}"
     alone = f"predicted: no set of strategies is faster than {static.strategies[0]} alone"
     use = f"train with it: fxpar train run.toml --plan {path}"
-    return [alone if len(plan.strategies) == 1 else faster, use]
+    slower = f"predicted: {1 / speedup:.2f} times as long as {static.strategies[0]}, the best single strategy"
+    said = faster if len(plan.strategies) > 1 else alone if plan.strategies == static.strategies else slower
+    return [said, use]
 
 
 def document(found: Found, tokens_per_step: int) -> dict[str, Any]:

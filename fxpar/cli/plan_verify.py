@@ -30,6 +30,7 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.group import group_cost
 from fxpar.errors import PlanOptionError
 from fxpar.models import load
+from fxpar.models.loaded import LoadedModel
 from fxpar.models.options import parse_assignments
 from fxpar.search.plan_file import Plan, parse_plan
 from fxpar.search.verify import Factors, StepSeconds, VerifiedPlan, order_of, refit
@@ -182,7 +183,7 @@ def run_plan(job: VerifyJob, plan: Plan, device: torch.device) -> list[tuple[flo
     loaded = load(
         job.model, options=parse_assignments(job.options), dtype=job.dtype, seed=0, noise=False, device=device.type
     )
-    vocab = model_vocab(loaded.model) or 2
+    vocab = known_ids(loaded)
     cluster = ClusterSpec.from_dict(job.cluster)
     model = fxpar.parallelize(
         loaded.model, plan=plan, loss=loaded.loss_fn, cluster=cluster, precision=job.precision, monitor=False
@@ -199,6 +200,15 @@ def run_plan(job: VerifyJob, plan: Plan, device: torch.device) -> list[tuple[flo
         if number:
             found.append((compute_s, predicted_s - compute_s, measured_s))
     return found
+
+
+def known_ids(loaded: LoadedModel) -> int:
+    """How many token ids the model surely knows. Where it does not say which table they index, they are those of its
+    example: the largest table may be that of positions.
+    """
+    if callable(getattr(loaded.model, "get_input_embeddings", None)):
+        return model_vocab(loaded.model) or 2
+    return int(loaded.example_batch["input_ids"].max()) + 1
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, sequences: Sequence[Tensor]) -> None:

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -76,7 +76,9 @@ def configured(request: TrainRequest) -> TrainConfig:
     if request.plan is not None and request.config is not None and has_tasks(request.config):
         do = "Leave --plan out, and give tasks strategies of their own, or [strategies]"
         raise PlanFileError(request.plan, "a plan is for one loss, and this configuration has tasks", do)
-    words = [*request.assignments, *(plan.assignments() if plan else ())]
+    if request.plan is not None:
+        _check_beside(request.plan, request.assignments)
+    words = [*(plan.assignments() if plan else ()), *request.assignments]
     if request.steps is not None:
         words.append(f"run.steps={request.steps}")
     if request.ranks is not None:
@@ -93,6 +95,14 @@ def configured(request: TrainRequest) -> TrainConfig:
         _check_vocabulary(request.plan, plan)
         config = config.planned()
     return config
+
+
+def _check_beside(path: str, assignments: Iterable[str]) -> None:
+    """Raise PlanFileError if words say what the plan says."""
+    for one in assignments:
+        key = one.partition("=")[0].strip()
+        if key.partition(".")[0] == "strategies" or key.startswith("engine.token_budgets"):
+            raise PlanFileError(path, f"it says what --set {one} says too", "Leave one of them out, or edit the plan")
 
 
 def _resolved(model: str, options: Sequence[str]) -> Mapping[str, Any]:

@@ -240,10 +240,12 @@ class TokenIdError(FxparError):
     """A token id, label or other index of a sequence has no row in the table that it indexes."""
 
     def __init__(self, index: int, position: int, key: str, value: int, rows: int, table: str) -> None:
+        do = "ids that the model was made for (those of its own tokenizer)"
+        if key == "position_ids":
+            do = f"sequences of at most {rows:,} tokens"
         super().__init__(
             f"sequence {index} of the mini-batch, position {position}: {key!r} is {value}, but {table} has {rows:,} "
-            f"rows (0 to {rows - 1}). Give ids that the model was made for (those of its own tokenizer), or a model "
-            "with more rows"
+            f"rows (0 to {rows - 1}). Give {do}, or a model with more rows"
         )
 
 

@@ -199,7 +199,9 @@ class _Search:
         return ranked_sets(seconds, borders, self.intervals, most)
 
     def _best(self, ranked: Iterable[RankedSet], keep: int) -> list[PricedSet]:
-        """Planned on the sample mini-batches, best first, until no other one can be among the best `keep`."""
+        """Planned on the sample mini-batches, best first, until no other one can be among the best `keep`; those that
+        do not fit are left out.
+        """
         found: list[PricedSet] = []
         tried = 0
         for one in ranked:
@@ -213,8 +215,6 @@ class _Search:
             priced = self._price(one.groups)
             if priced is not None and not any(priced is other for other in found):
                 found.append(priced)
-        if not found:
-            raise self._nothing_fits()
         return sorted(found, key=_seconds)
 
     def _price(self, groups: Groups) -> PricedSet | None:
@@ -241,7 +241,10 @@ class _Search:
         was thought, or takes longer with the tokens that it holds. Raises SequenceFitsNowhereError.
         """
         while True:
-            static = self._best(self._ranked(1), 1)[0]
+            static = next(iter(self._best(self._ranked(1), 1)), None)
+            if static is None:
+                raise self._nothing_fits()
+            # It may fit alone where no ranked set does: others need room for weights and messages beside it.
             found = [static, *self._best(self._ranked(self.problem.max_strategies), self.problem.keep)]
             if self.problem.teams:
                 found += self._best(self._ranked(self.problem.max_strategies, teams=True), self.problem.keep)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
-from fxpar.cli.plan_verify import check_verify, verdict, verified_json
+from fxpar.cli.plan import remarks
+from fxpar.cli.plan_verify import check_verify, known_ids, verdict, verified_json
 from fxpar.errors import PlanOptionError
+from fxpar.models.loaded import LoadedModel
 from fxpar.search.plan_file import read_plan
 from fxpar.search.verify import StepSeconds, VerifiedPlan, refit
 from tests.cli.helpers import fxpar
@@ -44,6 +49,23 @@ def test_what_cannot_run_here_is_said_before_the_search():
     with pytest.raises(PlanOptionError, match="a graph file has no weights to run; name its model"):
         check_verify(2, 1, True)
     check_verify(2, 1, False)
+
+
+def test_a_plan_that_is_not_predicted_best_says_so():
+    """It is written where it was measured fastest."""
+    best, other = (SimpleNamespace(predicted_s=s, strategies=(name,)) for s, name in ((1.0, "dp2"), (1.25, "cp2")))
+    found = SimpleNamespace(best_static=best, plans=[best, other])
+    assert remarks(found, "plan.toml", 0)[0] == "predicted: no set of strategies is faster than dp2 alone"
+    assert remarks(found, "plan.toml", 1)[0] == "predicted: 1.25 times as long as dp2, the best single strategy"
+
+
+def test_ids_are_those_of_the_model():
+    """The table of positions has more rows than that of tokens."""
+    tables = nn.ModuleDict({"tokens": nn.Embedding(9, 2), "positions": nn.Embedding(99, 2)})
+    loaded = LoadedModel("mine", tables, lambda model, batch: batch["input_ids"], {"input_ids": torch.arange(5)}, ())
+    assert known_ids(loaded) == 5
+    tables.get_input_embeddings = lambda: tables["tokens"]
+    assert known_ids(loaded) == 9
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,9 @@ def test_a_run_of_tasks_is_of_no_plan_and_not_compared(tmp_path):
     (tmp_path / "plan.toml").write_text(Plan("llama", 1, 500, (PlanGroup(8, "dp1", 8),)).to_toml())
     _, _, err = fxpar("train", str(file), "--plan", str(tmp_path / "plan.toml"))
     assert "a plan is for one loss, and this configuration has tasks. Leave --plan out" in err
+    for word in ("strategies=auto", "strategies.8=dp1", "engine.token_budgets.8=9"):
+        _, _, err = fxpar("train", "--demo", "--plan", str(tmp_path / "plan.toml"), "--set", word)
+        assert f"it says what --set {word} says too. Leave one of them out, or edit the plan" in err
     many = file.read_text().replace("dp1", "dp2048")
     file.write_text(many)
     assert "strategy 'dp2048' needs 2048 ranks, and this machine has" in fxpar("train", str(file))[2]

@@ -226,6 +226,14 @@ def test_nothing_fits():
         plan_of(problem(100_000))
 
 
+def test_the_best_single_strategy_is_the_plan_where_no_ranked_set_fits(monkeypatch):
+    """Memory for it alone, and none for the weights and messages of any other beside it."""
+    ranked = driver.ranked_sets
+    monkeypatch.setattr(driver, "ranked_sets", lambda *given: ranked(*given) if given[-1] == 1 else [])
+    found = plan_of(problem())
+    assert found.plans == (found.best_static,)
+
+
 def test_a_model_that_runs_under_nothing():
     from fxpar.errors import NotYetError
 
