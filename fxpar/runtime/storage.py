@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -107,16 +108,26 @@ def _or_all_raise(sharing: StoragePass, rank: int, work: Callable[[], T]) -> T:
     cause: Exception | None = None
     try:
         mine.append(work())
-    except FxparError as known:
-        error = known
-    except Exception as other:
-        error, cause = LayOutError(sharing.name, rank, other), other
+    except Exception as raised:
+        if isinstance(raised, FxparError) and _can_be_sent(raised):
+            error = raised
+        else:
+            error, cause = LayOutError(sharing.name, rank, raised), raised
     everyone: list[FxparError | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, error)
     for sender, found in enumerate(everyone):
         if found is not None:
             raise found from (cause if sender == rank else None)
     return mine[0]
+
+
+def _can_be_sent(error: Exception) -> bool:
+    """Not so a class made inside of a function, or one that holds what does not pickle."""
+    try:
+        pickle.dumps(error)
+    except Exception:
+        return False
+    return True
 
 
 def _named(resident: Collection[str], programs: Mapping[str, TrainGraph]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from fxpar.errors import BatchMismatchError, LayOutError, OptionMismatchError, ReplicaBatchError
+from fxpar.errors import BatchMismatchError, FxparError, LayOutError, OptionMismatchError, ReplicaBatchError
 from fxpar.passes.share_weights import ShareWeights
 from tests.runtime.hot import World, compiled, parallel, precompile, sequences, small
 
@@ -140,22 +140,31 @@ def test_ranks_of_one_replica_bring_the_same_batch():
 
 @dataclass(frozen=True)
 class Broken(ShareWeights):
+    error: type[Exception] = ValueError
+
     def lay_out(self, programs, rank, resident=None):
         if rank == 1:
-            raise ValueError("out of room")
+            raise self.error("out of room")
         return super().lay_out(programs, rank, resident)
 
 
 @WORLD.case
 def a_layout_that_fails_on_one(rank):
-    given = replace(compiled(small, STRATEGIES.values()), sharing=Broken())
-    with pytest.raises(LayOutError) as found:
-        parallel(small, strategies=STRATEGIES, compiled=given)
-    return str(found.value), type(found.value.__cause__).__name__
+    class Own(FxparError):
+        """Cannot be sent: nobody else could find its class."""
+
+    told = {}
+    for error in (ValueError, Own):
+        given = replace(compiled(small, STRATEGIES.values()), sharing=Broken(error))
+        with pytest.raises(LayOutError) as found:
+            parallel(small, strategies=STRATEGIES, compiled=given)
+        told[error.__name__] = str(found.value), type(found.value.__cause__).__name__
+    return told
 
 
-def test_nobody_waits_for_a_rank_whose_layout_fails():
-    (first, no_cause), (second, cause) = a_layout_that_fails_on_one()
+@pytest.mark.parametrize("kind", ["ValueError", "Own"])
+def test_nobody_waits_for_a_rank_whose_layout_fails(kind):
+    (first, no_cause), (second, cause) = (told[kind] for told in a_layout_that_fails_on_one())
     assert first == second
-    assert first.startswith("pass 'share_weights': lay_out raised ValueError on rank 1: out of room. Mend the pass")
-    assert (no_cause, cause) == ("NoneType", "ValueError")
+    assert first.startswith(f"pass 'share_weights': lay_out raised {kind} on rank 1: out of room. Mend the pass")
+    assert (no_cause, cause) == ("NoneType", kind)
