@@ -95,9 +95,7 @@ def _run(request: PlanRequest) -> None:
     with working() as status, collected_warnings([]):
         status.update(f"capturing {request.source.model}")
         model = Shallow(request.source)
-        if "input_ids" not in model.inputs:
-            why = "its batch has no input_ids, and a plan is for sequences of tokens"
-            raise PlanOptionError("MODEL", request.source.model, why)
+        model.require_sequences(int(lengths.max()), "a plan is")
         problem_of_size = functools.partial(_problem, request, model, cluster, lengths, memory)
         rated = rated_sizes(tried, problem_of_size, model.lower, model.outlines, status.update)
         taken = smallest_near(rated)

@@ -9,7 +9,7 @@ from fxpar.cli.request import collected_warnings
 from fxpar.cli.rounds_commands import RoundsRequest
 from fxpar.cli.shallow import Shallow
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
-from fxpar.errors import PlanOptionError, RoundCostError
+from fxpar.errors import RoundCostError
 from fxpar.ir.axes import ROLE_AXES
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.teams import replicas_of_ranks
@@ -43,9 +43,7 @@ def model_teams(
     with collected_warnings([]):
         said(f"capturing {request.source.model}")
         model = Shallow(request.source)
-        if "input_ids" not in model.inputs:
-            why = "its batch has no input_ids, and rounds are of sequences of tokens"
-            raise PlanOptionError("MODEL", request.source.model, why)
+        model.require_sequences(longest, "rounds are")
         heads = kv_heads(model.rows(model.depth.samples(1)[0]))
         if request.strategy is None and heads is not None:
             *_, asked = with_rings([asked], heads)

@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from fxpar.annotate.experts import balanced_routes
+from fxpar.batching.ids import id_limits
 from fxpar.cli.cache import recorded
 from fxpar.cli.options import GraphSource
 from fxpar.cli.source import read_rows
+from fxpar.errors import PlanOptionError
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.printer import without_folders
@@ -30,6 +32,7 @@ class Shallow:
     """
 
     def __init__(self, source: GraphSource) -> None:
+        self._model = source.model
         option = layer_option(source.model, parse_assignments(source.options))
         self.depth = Depth(1, whole=True) if option is None else Depth(option.layers, option.period)
         self.captured: list[str] = []
@@ -57,6 +60,19 @@ class Shallow:
     def inputs(self) -> set[str]:
         """Names of what the graph takes."""
         return {info.fqn for info in self.rows(self.depth.samples(1)[0]).inputs}
+
+    def require_sequences(self, longest: int, purpose: str) -> None:
+        """Raises PlanOptionError for a model that takes no sequences of tokens, or none of `longest`, as its positions
+        end before; those of a Hugging Face model are made as many as a run needs.
+        """
+        graph = self.rows(self.depth.samples(1)[0])
+        if "input_ids" not in {info.fqn for info in graph.inputs}:
+            why = f"its batch has no input_ids, and {purpose} for sequences of tokens"
+            raise PlanOptionError("MODEL", self._model, why)
+        positions = id_limits(graph).get("position_ids")
+        if positions is not None and positions.rows < longest and not self._model.startswith("hf:"):
+            why = f"{positions.table} has {positions.rows:,} positions, and the longest sequence {longest:,} tokens"
+            raise PlanOptionError("MODEL", self._model, f"{why}. Give it more positions, or name shorter --lengths")
 
     def notes(self, names: Iterable[str]) -> list[str]:
         """What captures and the programs of these strategies note, without folders."""

@@ -13,7 +13,6 @@ from fxpar.cli.request import cluster_name, collected_warnings, same_ranks, writ
 from fxpar.cli.shallow import Shallow, set_json
 from fxpar.cli.simulate_commands import SimulateRequest
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
-from fxpar.errors import PlanOptionError
 from fxpar.ir.graph import DOCUMENTS
 from fxpar.search.chosen import of_ranks
 from fxpar.search.lengths import mini_batches, read_lengths
@@ -35,9 +34,7 @@ def run_simulate(request: SimulateRequest) -> None:
     with working() as status, collected_warnings([]):
         status.update(f"capturing {source.model}")
         model = Shallow(source)
-        if "input_ids" not in model.inputs:
-            why = "its batch has no input_ids, and a set is priced for sequences of tokens"
-            raise PlanOptionError("MODEL", source.model, why)
+        model.require_sequences(int(lengths.max()), "a set is priced")
         pricer = SetPricer(
             cluster,
             model.depth,

@@ -2,57 +2,34 @@
 
 from __future__ import annotations
 
-import functools
-import json
-import math
 import webbrowser
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fxpar.cli.commands import VizRequest
 from fxpar.cli.console import human_seconds, stdout_console, working
 from fxpar.cli.request import check_output, collected_warnings, named_once, to_json, write_output
 from fxpar.cli.source import (
-    apart,
-    check_one_team,
     from_cache,
     placed_words,
-    read_for_store,
-    read_lowered,
-    rows_once,
     strategies_of,
 )
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.polynomial import micro_batch_sizes
 from fxpar.errors import (
-    DrawnRanksError,
     OpenStdoutError,
     PlanFileError,
     PlanOptionError,
     SameOutputError,
-    StageNeedsStrategyError,
 )
-from fxpar.explain.experts import experts_notes
-from fxpar.graph_files import load_graph
 from fxpar.ir.columns import human_bytes
-from fxpar.ir.graph import LogicalGraph
-from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.printer import without_folders
-from fxpar.ir.strategy import Strategy
 from fxpar.search.plan_file import Plan, read_plan
-from fxpar.version import __version__
-from fxpar.viz import Viewed, page_html, view_document
-from fxpar.viz.chrome_trace import chrome_trace
-from fxpar.viz.graph_view import graph_section
-from fxpar.viz.inside import Inside
-from fxpar.viz.memory import memory_section
-from fxpar.viz.mesh import mesh_section
-from fxpar.viz.model_explorer import graph_collection, node_data, open_model_explorer, shown_parts
-from fxpar.viz.timeline import inside_of, shown_steps, timeline_section
+from fxpar.viz.page import page_html
 
-MOST_DRAWN = 2**14  # ranks: so many take 5 CPU seconds and 1 MB of a page
+if TYPE_CHECKING:
+    from fxpar.viz.viewed import Viewed
 
 
 def run_viz(request: VizRequest) -> None:
@@ -71,9 +48,11 @@ def run_viz(request: VizRequest) -> None:
     with working() as status, collected_warnings(notes):
 
         def views() -> list[Viewed]:
-            found = _views(request, cluster, plan, status.update)
+            from fxpar.cli.viz_draw import parameters_of, views_of  # a page from the cache does without all that draws
+
+            found = views_of(request, cluster, plan, status.update)
             if plan is not None:
-                plan.check_module(model, _parameters(found[0].graph), None)
+                plan.check_module(model, parameters_of(found[0].graph), None)
             status.update("drawing")
             return found
 
@@ -111,11 +90,6 @@ def _planned(request: VizRequest) -> tuple[VizRequest, Plan | None]:
     return replace(request, source=source, strategies=tuple(group.strategy for group in plan.groups)), plan
 
 
-def _parameters(graph: TrainGraph) -> int:
-    """How many its model has, as whole tensors."""
-    return sum(math.prod(map(int, info.meta.shape)) for info in graph.inputs if info.kind == "param")
-
-
 def _said(plan: Plan) -> list[str]:
     """What a plan says beside its strategies."""
     took = f", {human_seconds(plan.predicted_s)} predicted" if plan.predicted_s else ""
@@ -125,52 +99,6 @@ def _said(plan: Plan) -> list[str]:
         micro = f"micro-batches of up to {group.token_budget:,} tokens"
         lines.append(f"sequences of up to {group.limit:,} tokens: {group.strategy}, {micro}{took}")
     return lines
-
-
-def _views(
-    request: VizRequest, cluster: ClusterSpec | None, plan: Plan | None, say: Callable[[str], object]
-) -> list[Viewed]:
-    """One for each strategy, or the one of a graph file."""
-    budgets: dict[str, int] = {}
-    for group in plan.groups if plan else ():
-        name = str(Strategy.parse(group.strategy))
-        budgets[name] = max(group.token_budget, budgets.get(name, 0))
-    source = request.source
-    strategies = apart(strategies_of(source, request.strategy_texts))
-    for strategy in strategies:
-        _check_ranks(strategy)
-        if cluster:
-            cluster.require(strategy.world)
-    held = load_graph(source.model) if source.is_file else None
-    pairs: list[tuple[TrainGraph, TrainGraph | None]] = []
-    if held is not None and not isinstance(held, LogicalGraph):
-        pairs = [(read_lowered(source, strategy), None) for strategy in strategies or [None]]
-    elif not strategies:
-        raise StageNeedsStrategyError("exec")
-    else:
-        rows = rows_once(source)
-        for strategy in strategies:
-            say(f"lowering {source.model} to {strategy}")
-            by_itself = read_lowered(source, strategy, rows)
-            pairs.append((by_itself, read_for_store(source, strategy, rows=rows)))
-    views = []
-    check_one_team("fxpar viz", [graph.strategy for graph, _ in pairs])
-    for graph, stored in pairs:
-        _check_ranks(graph.strategy)
-        if cluster:
-            cluster.require(graph.strategy.world)
-        text = str(graph.strategy)
-        tokens = request.tokens or budgets.get(text)
-        sizes = None if tokens is None else micro_batch_sizes(graph, tokens)
-        view = Viewed(text, graph, stored=stored, cluster=cluster, sizes=sizes, micro_batches=request.micro_batches)
-        views.append(replace(view, tflops=request.tflops))
-    return views
-
-
-def _check_ranks(strategy: Strategy) -> None:
-    """Raises DrawnRanksError."""
-    if strategy.world > MOST_DRAWN:
-        raise DrawnRanksError(str(strategy), strategy.world, MOST_DRAWN)
 
 
 def _kept_document(
@@ -195,8 +123,11 @@ def _kept_document(
     }
 
     def build() -> dict[str, Any]:
+        from fxpar.cli.viz_draw import document_of
+        from fxpar.viz.timeline import inside_of
+
         found = views()
-        return _document(request, found, inside_of(found), notes)
+        return document_of(request, found, inside_of(found), notes)
 
     return from_cache(source, what, build, *strategies, answer=True)
 
@@ -207,59 +138,24 @@ def _write_document(request: VizRequest, document: dict[str, Any]) -> None:
 
 def _write(request: VizRequest, views: list[Viewed], notes: Sequence[str]) -> list[str]:
     """The files that were written, the one asked for first."""
-    written = [request.target]
-    insides = inside_of(views)
+    from fxpar.cli.viz_draw import document_of, write_graphs, write_trace
+    from fxpar.viz.timeline import inside_of
+
+    insides, written = inside_of(views), [request.target]
     if request.form == "model-explorer":
-        shown = shown_parts(views)
-        collection = graph_collection(request.source.model, shown)
-        write_output(request.target, json.dumps(collection))
-        if request.target != "-":
-            for name, data in node_data(shown).items():
-                path = str(Path(request.target).with_suffix(f".{name}.json"))
-                write_output(path, json.dumps(data))
-                written.append(path)
+        written = write_graphs(request, views)
     else:
-        _write_document(request, _document(request, views, insides, notes))
+        _write_document(request, document_of(request, views, insides, notes))
     if request.trace is not None:
-        write_output(request.trace, json.dumps(_trace(views, insides)))
+        write_trace(request.trace, views, insides)
         written.append(request.trace)
     return written
 
 
-def _document(
-    request: VizRequest, views: list[Viewed], insides: Mapping[str, Inside], notes: Sequence[str]
-) -> dict[str, Any]:
-    sections = {
-        "graph": graph_section(views),
-        "mesh": mesh_section(views),
-        "timeline": timeline_section(views, insides=insides),
-        "memory": memory_section(views, insides, functools.partial(_kept, request)),
-    }
-    said = [*notes, *(f"{view.strategy}: {text}" for view in views for text in experts_notes(view.graph))]
-    return view_document(request.source.model, views, sections, made_with=f"fxpar {__version__}", notes=said)
-
-
-def _kept(request: VizRequest, view: Viewed, build: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Memory over time, from the cache if the same page was drawn before."""
-    strategy = view.graph.strategy
-    asked = {
-        "sizes": dict(view.sizes or {}),
-        "micro_batches": view.micro_batches,
-        "cluster": repr(view.cluster),
-        "tflops": view.tflops,
-    }
-    what = {"kind": "memory over time", **asked, **placed_words(request.source, strategy)}
-    return from_cache(request.source, what, build, strategy)
-
-
-def _trace(views: list[Viewed], insides: Mapping[str, Inside]) -> dict[str, Any]:
-    """The predicted steps, with what is inside of micro-batches."""
-    steps = shown_steps(views, insides)
-    return chrome_trace({step.title: step.predicted for step in steps}, insides)
-
-
 def _open(request: VizRequest, written: Sequence[str]) -> None:
     if request.form == "model-explorer":
+        from fxpar.viz.model_explorer import open_model_explorer
+
         open_model_explorer(request.target, [path for path in written[1:] if path != request.trace])
     else:
         webbrowser.open(Path(request.target).resolve().as_uri())

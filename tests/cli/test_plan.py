@@ -86,6 +86,10 @@ def test_a_run_takes_the_plan(planned):
         ([*WORDS[:5], "nothing.txt", *WORDS[6:]], "this is not a file"),
         ([*WORDS, "-o", "plan.json"], "a plan is TOML: name it .toml"),
         (["plan", "lama", *WORDS[2:]], "did you mean 'llama'"),
+        (
+            ["plan", "gpt", "--set", "positions=128", *WORDS[2:]],
+            "has 128 positions, and the longest sequence 256 tokens",
+        ),
         ([*WORDS, "--memory", "0.1MB"], "no strategy fits a sequence of 256 tokens"),
     ],
 )
