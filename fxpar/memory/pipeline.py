@@ -72,6 +72,13 @@ def pipeline_over_time(
     return MemoryOverTime(whole, tuple(found))
 
 
+def equal_positions(stages: int) -> tuple[int, ...]:
+    """Where ranks of a pipeline hold most whose stages between the first and the last are all alike: of those the
+    second has most micro-batches under way.
+    """
+    return tuple(sorted({0, min(1, stages - 1), stages - 1}))
+
+
 def schedule_of(program: PipelineGraph, micro_batches: int) -> Schedule:
     """The schedule of the program's strategy. Raises MicroBatchCountError."""
     strategy = program.strategy

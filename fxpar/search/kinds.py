@@ -25,8 +25,9 @@ from fxpar.ir.module_rules import ModuleRule
 from fxpar.ir.node_meta import fqn_of, is_backward
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
+from fxpar.memory.pipeline import equal_positions
 from fxpar.memory.series import Series
-from fxpar.search.price import Candidate, Depth, Lower, Memory, equal_positions
+from fxpar.search.price import Candidate, Depth, Lower, Memory
 from fxpar.search.repeated import FEW, of_few_stages, repeated
 
 Kind = tuple[frozenset[str], ...]  # by rule: the modules in the layer ("" itself) that its glob matches

@@ -27,6 +27,7 @@ from fxpar.ir.exec_graph import Program
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.memory import MemoryPrediction, RankMemory, memory_over_time, steady_micro_batches
+from fxpar.memory.pipeline import equal_positions
 from fxpar.passes.share_weights import ALIGN_BYTES
 from fxpar.schedule.mini_batch import Pace
 from fxpar.store.home import ParamSpec, home_layout, param_specs
@@ -313,13 +314,6 @@ class Candidate(Priced):
     @cached_property
     def pace(self) -> Pace | None:
         return flowing_pace(self.programs[0])
-
-
-def equal_positions(stages: int) -> tuple[int, ...]:
-    """Where ranks of a pipeline hold most whose stages between the first and the last are all alike: of those the
-    second has most micro-batches under way.
-    """
-    return tuple(sorted({0, min(1, stages - 1), stages - 1}))
 
 
 def _params_of(program: TrainGraph, rank: int) -> int:
