@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collector_paused(stays: bool = False) -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """Without the collector, which takes a twentieth of a capture and a fifth of a lowering to look through graphs that
-    are in use. `stays`: what is left of them then is looked through once, and not again in `collector_reset`.
+    are in use.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -18,18 +18,4 @@ def collector_paused(stays: bool = False) -> Iterator[None]:
         yield
     finally:
         if was_on:
-            if stays:
-                gc.collect(0)
-                gc.freeze()
             gc.enable()
-
-
-@contextmanager
-def collector_reset() -> Iterator[None]:
-    """Behind it all is looked through again, unless somebody else has frozen objects."""
-    is_ours = gc.get_freeze_count() == 0
-    try:
-        yield
-    finally:
-        if is_ours:
-            gc.unfreeze()

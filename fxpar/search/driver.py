@@ -26,7 +26,7 @@ from functools import cached_property
 import numpy as np
 
 from fxpar.errors import NoCandidateError, SequenceFitsNowhereError
-from fxpar.ir.collector import collector_paused, collector_reset
+from fxpar.ir.collector import collector_paused
 from fxpar.ir.strategy import Strategy, of_degrees
 from fxpar.search.blends import Between
 from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
@@ -64,9 +64,8 @@ def find_plan_of(problem: Problem, known: KnownModel, said: Said = lambda _: Non
     """`find_plan` for a model of which something may be known from other problems with the same cluster."""
     begun = time.process_time()
     search = _Search(problem, known, said)
-    with collector_reset():
-        search.lower_all()
-        return search.found(begun)
+    search.lower_all()
+    return search.found(begun)
 
 
 @dataclass
@@ -120,7 +119,7 @@ class _Search:
         more = (replace(shape, chunks=1), level + 1) if level + 1 < len(SAVINGS) else None
         if strategy is None:
             return more
-        with collector_paused(stays=True):
+        with collector_paused():
             one = self._guessed(strategy) or self.known.candidate(strategy, self.said)
             if one is None:
                 return more if shape.chunks > 1 else None
@@ -251,12 +250,9 @@ class _Search:
             plans = different(sorted(found, key=_seconds), self.pricer)
             best = [static, *plans[: self.problem.keep]]
             groups = [self._groups_of(plan) for plan in best]
-            with collector_paused(stays=True):
-                disappointing = [self._disappoints(one, plan) for one, plan in zip(groups, best, strict=True)]
-            if not any(disappointing):
+            if not any([self._disappoints(one, plan) for one, plan in zip(groups, best, strict=True)]):
                 break
-        with collector_paused(stays=True):
-            found, *kept = [self._refined(one, rules=number < 2) for number, one in enumerate(groups)]
+        found, *kept = [self._refined(one, rules=number < 2) for number, one in enumerate(groups)]
         kept.sort(key=_seconds)
         better = found.predicted_s < kept[0].predicted_s  # by rules
         return different([found, *kept], self.pricer)[: self.problem.keep] if better else kept, found
