@@ -1,4 +1,4 @@
-# make setup | demo | test | test-benchmarks | test-browser | test-packaging | test-docs | test-titan | test-nightly | lint | bench | gpu | docs | docs-serve
+# make setup | demo | test | test-benchmarks | test-browser | test-compiler | test-packaging | test-docs | test-titan | test-nightly | lint | bench | gpu | docs | docs-serve
 # The first target that is run makes .venv with pip; later runs reuse it until pyproject.toml changes.
 
 VENV := .venv
@@ -26,7 +26,7 @@ DEMO_ARGS ?=
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: setup demo test test-benchmarks test-browser test-packaging test-docs test-titan test-nightly lint format bench gpu docs docs-serve clean
+.PHONY: setup demo test test-benchmarks test-browser test-compiler test-packaging test-docs test-titan test-nightly lint format bench gpu docs docs-serve clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -49,7 +49,7 @@ demo: setup
 # Tests of the library. Those that test something else (benchmarks, pages, packages, documentation, torchtitan) each have a
 # target of their own.
 test: setup
-	$(PYTEST) -m "not (benchmarks or browser or packaging or docs or titan or nightly)" \
+	$(PYTEST) -m "not (benchmarks or browser or packaging or docs or titan or compiler or nightly)" \
 		--ignore tests/docs --ignore tests/recipes --ignore tests/titan $(PYTEST_ARGS)
 
 # Every benchmark in its tiny form.
@@ -59,6 +59,11 @@ test-benchmarks: setup
 # The pages of `fxpar viz` in a headless Chromium; skipped without one.
 test-browser: setup
 	$(PYTEST_BESIDE) -m "browser and not nightly" tests/viz $(PYTEST_ARGS)
+
+# Under torch.compile: with Dynamo, and kernels by a C++ compiler.
+test-compiler: setup
+	$(PYTEST_BESIDE) -m "compiler and not nightly" $(PYTEST_ARGS) tests/test_dynamo.py tests/distributed/test_gloo.py \
+		tests/runtime/test_bound.py
 
 # Every way to build, install and import the package.
 test-packaging: setup

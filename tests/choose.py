@@ -51,7 +51,7 @@ EACH_CASE_ASKS = (
     "cli/test_train.py",
     "cli/test_language.py",
 )
-OTHER_TARGETS = "not (benchmarks or browser or packaging or docs or titan)"
+OTHER_TARGETS = "not (benchmarks or browser or packaging or docs or titan or compiler)"
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,7 @@ def test_equals_eager_on_gloo_ranks(model, logical, strategies):
 
 
 @pytest.mark.slow
+@pytest.mark.compiler
 @pytest.mark.parametrize("block", thinned([Projected, Attention, Block], [Projected]))
 def test_inductor_computes_the_same_and_serves_new_lengths(block):
     """On the first rank, as compiling takes most of a minute; the other rank meets it in the collectives."""

@@ -171,6 +171,7 @@ def test_an_error_on_one_rank_ends_the_others():
     assert run_threads(2, lambda rank: rank) == [0, 1], "the next world is not affected"
 
 
+@pytest.mark.compiler
 def test_the_error_of_a_kernel_in_a_compiled_program_is_shown():
     """And not that the compiler cannot compile what torch does with errors of a graph."""
     lib = torch.library.Library("fxpar_test_bound", "DEF")
