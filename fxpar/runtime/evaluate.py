@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,11 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxpar.batching import GroupPlan
-from fxpar.errors import EvaluateLossError, EvaluateStagesError, muted_warnings
+from fxpar.errors import EvaluateLossError, EvaluateStagesError, SharedCaptureError, muted_warnings
 from fxpar.ir.graph import COUNT, Averaged, LogicalGraph
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.losses import LossFunction, with_metrics
 from fxpar.lowering import lower
+from fxpar.runtime.agree import on_rank_0
 from fxpar.runtime.binding import Bound, bind_here
 from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.engine import Engine
@@ -31,18 +33,21 @@ _ALWAYS = "Let it return the same metrics for every batch"
 
 @dataclass
 class Evaluation:
-    """Evaluates a module; `capture` gives its training step in evaluation mode, for strategies with stages, and for all
-    if the loss function is `captured_only`: it need not call the whole model. `keys` are those of the batch that the
-    loss function takes, `averaged` says that it returns a mean.
+    """Evaluates a module. Strategies with stages, and all if the loss function is `captured_only` (it need not call the
+    whole model), run the program that is trained if its loss `is_as_trained` in evaluation mode, else the step that
+    `capture` gives in that mode. `keys` are those of the batch that the loss function takes, `averaged` says that it
+    returns a mean.
     """
 
     engine: Engine
     calls: PlainCalls
     loss: LossFunction
     capture: Callable[[nn.Module], LogicalGraph]
+    is_as_trained: Callable[[nn.Module], bool]
     keys: Sequence[str]
     averaged: Averaged | None = None
     captured_only: bool = False
+    _as_trained: bool | None = None
     _logical: LogicalGraph | None = None
     _bound: dict[str, Bound] = field(default_factory=dict)
 
@@ -147,6 +152,10 @@ class Evaluation:
 
     def _bind(self, module: nn.Module, name: str) -> Bound:
         """The model in evaluation mode, with the weights where training has them."""
+        if self._as_trained is None:
+            self._as_trained = on_rank_0(lambda: self._is_as_trained(module), SharedCaptureError)
+        if self._as_trained:
+            return self.engine.bound[name]
         strategy = self.engine.gradients.programs[name].strategy
         with muted_warnings():  # all of them have come from training
             self._logical = self._logical or self.capture(module)
@@ -156,3 +165,9 @@ class Evaluation:
             other = next((fqn for fqn in (*there, *here) if here.get(fqn) != there.get(fqn)), "")
             raise EvaluateStagesError(str(strategy), other)
         return bind_here(program, self.calls.process_groups, device=self.engine.device, compile=self.calls.compile)
+
+    def _is_as_trained(self, module: nn.Module) -> bool:
+        """False where the capture fails: all ranks find out why."""
+        with muted_warnings(), suppress(Exception):
+            return self.is_as_trained(module)
+        return False
