@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -36,7 +35,7 @@ class Evaluation:
     """Evaluates a module. Strategies with stages, and all if the loss function is `captured_only` (it need not call the
     whole model), run the program that is trained if its loss `is_as_trained` in evaluation mode, else the step that
     `capture` gives in that mode. `keys` are those of the batch that the loss function takes, `averaged` says that it
-    returns a mean.
+    returns a mean. `bound` is what has been run of these, by strategy.
     """
 
     engine: Engine
@@ -49,7 +48,7 @@ class Evaluation:
     captured_only: bool = False
     _as_trained: bool | None = None
     _logical: LogicalGraph | None = None
-    _bound: dict[str, Bound] = field(default_factory=dict)
+    bound: dict[str, Bound] = field(default_factory=dict)
 
     def run(
         self,
@@ -133,9 +132,9 @@ class Evaluation:
 
     def _captured(self, module: nn.Module, name: str, sequences: Sequence[Any], group: GroupPlan) -> dict[str, float]:
         """The sums of all ranks that run it, on the first of them."""
-        if name not in self._bound:
-            self._bound[name] = self._bind(module, name)
-        bound, engine = self._bound[name], self.engine
+        if name not in self.bound:
+            self.bound[name] = self._bind(module, name)
+        bound, engine = self.bound[name], self.engine
         program, beside = bound.program, [group.replicas[i] for i in bound.replicas]
         here = bound.rank in program.mesh
         micro_batches = list(group.replicas[bound.replica]) if here else []
@@ -153,11 +152,12 @@ class Evaluation:
     def _bind(self, module: nn.Module, name: str) -> Bound:
         """The model in evaluation mode, with the weights where training has them."""
         if self._as_trained is None:
-            self._as_trained = on_rank_0(lambda: self._is_as_trained(module), SharedCaptureError)
+            with muted_warnings():  # all of them have come from training
+                self._as_trained = on_rank_0(lambda: self.is_as_trained(module), SharedCaptureError)
         if self._as_trained:
             return self.engine.bound[name]
         strategy = self.engine.gradients.programs[name].strategy
-        with muted_warnings():  # all of them have come from training
+        with muted_warnings():
             self._logical = self._logical or self.capture(module)
             program = lower(self._logical, strategy, for_store=True)
         here, there = layout_of(program).params, self.engine.switching.schedule.layouts[name].params
@@ -165,9 +165,3 @@ class Evaluation:
             other = next((fqn for fqn in (*there, *here) if here.get(fqn) != there.get(fqn)), "")
             raise EvaluateStagesError(str(strategy), other)
         return bind_here(program, self.calls.process_groups, device=self.engine.device, compile=self.calls.compile)
-
-    def _is_as_trained(self, module: nn.Module) -> bool:
-        """False where the capture fails: all ranks find out why."""
-        with muted_warnings(), suppress(Exception):
-            return self.is_as_trained(module)
-        return False
