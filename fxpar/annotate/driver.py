@@ -43,7 +43,7 @@ from fxpar.ir.axes import whole_axis
 from fxpar.ir.copies import copy_graph
 from fxpar.ir.dist_config import DistConfig, OuterShard, P, Partial, Placement, R, Shard
 from fxpar.ir.fqn import block_or_module_of, starred
-from fxpar.ir.graph import AnnotatedGraph, LogicalGraph, TensorMeta
+from fxpar.ir.graph import TOKENS, AnnotatedGraph, LogicalGraph, TensorMeta
 from fxpar.ir.node_meta import dist_of, dists_of, fqn_of, input_kind, tensor_metas, tensor_of, whole_meta
 from fxpar.ir.pass_base import Tier, tensor_operands
 from fxpar.ir.strategy import Strategy
@@ -162,7 +162,8 @@ def search_placements(graph: AnnotatedGraph) -> tuple[AxisSearch, ...]:
         policy = policy_of(strategy, axis, overrides, token, graph.bins > 1)
         problem = build(graph.graph, sizes, policy.degree, others, policy, token)
         check_options(strategy, axis, problem)
-        searches.append(_search(axis, policy, problem, _demands(graph, problem, token, axis, policy)))
+        demands, of_rows = _demands(graph, problem, token, axis, policy), token is not None and str(token) != TOKENS
+        searches.append(_search(axis, policy, problem, demands, of_rows))
         choices[axis] = _spread(searches[-1])
         others.append((choices[axis], policy.degree))
     _write(graph, choices, token)
@@ -256,8 +257,8 @@ def _demands(
     return list(demands.values())
 
 
-def _search(axis: str, policy: Policy, problem: AxisProblem, demands: list[Demand]) -> AxisSearch:
-    search = Search(problem, lambda entry, option: policy.node_cost(problem, entry, option), demands)
+def _search(axis: str, policy: Policy, problem: AxisProblem, demands: list[Demand], of_rows: bool) -> AxisSearch:
+    search = Search(problem, lambda entry, option: policy.node_cost(problem, entry, option), demands, of_rows)
     return AxisSearch(axis, policy, search, search.run())
 
 

@@ -65,10 +65,10 @@ class AutoStrategiesError(FxparError):
 
 
 class SharedCaptureError(FxparError):
-    """Rank 0, which captures the tasks for all ranks, could not; its own error says more."""
+    """Rank 0, which captures for all ranks, could not; its own error says more."""
 
     def __init__(self, problem: str) -> None:
-        super().__init__(f"rank 0 captured no tasks: {problem}")
+        super().__init__(f"rank 0 could not capture: {problem}")
 
 
 class SequenceFitsNowhereError(FxparError):

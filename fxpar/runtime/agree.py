@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import (
+    AutoStrategiesError,
     BatchMismatchError,
     DeviceMismatchError,
+    FxparError,
     OptionMismatchError,
     ProgramMismatchError,
     ReplicaBatchError,
@@ -25,6 +27,7 @@ from fxpar.ir.exec_graph import Program
 from fxpar.torch_api.since_2_13 import all_gather_single
 
 Sequence_ = Tensor | Mapping[str, Tensor]
+T = TypeVar("T")
 
 
 def digest(sequences: Sequence[Sequence_]) -> int:
@@ -168,3 +171,24 @@ def agreed_cluster(mine: ClusterSpec, kind: str, group: Any = None) -> ClusterSp
     if len(set(kinds)) > 1:
         raise DeviceMismatchError(kinds)
     return everyone[0][1]
+
+
+def on_rank_0(make: Callable[[], T], elsewhere: Callable[[str], FxparError] = AutoStrategiesError) -> T:
+    """What `make` returns on rank 0, on all ranks: a search that looks at clocks or figures of this machine must not
+    decide differently, and what takes long need not be done by all. What it raises is raised there, and what
+    `elsewhere` makes of its text on the others.
+    """
+    found: list[T | None] = [None]
+    problem, own = [""], None
+    if dist.get_rank() == 0:
+        try:
+            found = [make()]
+        except Exception as error:
+            own, problem = error, [f"{type(error).__name__}: {error}"]
+    dist.broadcast_object_list(problem, src=0)
+    if own is not None:
+        raise own
+    if problem[0]:
+        raise elsewhere(problem[0])
+    dist.broadcast_object_list(found, src=0)
+    return found[0]  # type: ignore[return-value]

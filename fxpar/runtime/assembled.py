@@ -36,6 +36,7 @@ from fxpar.store import MemoryReport
 from fxpar.store.weights import WeightStore
 from fxpar.torch_api.hooks import hooked_modules
 from fxpar.tracer.finish import without_unread
+from fxpar.tracer.same_loss import is_same_loss
 from fxpar.tracer.signature import autocast_dtype
 from fxpar.transport import Staging
 from fxpar.transport.groups import ProcessGroups
@@ -75,16 +76,28 @@ def _evaluation(
 ) -> Evaluation:
     task, compiled, store = decided.task, decided.compiled, engine.switching.store
 
-    def capture_again(module: nn.Module) -> LogicalGraph:
+    def step_of(module: nn.Module, gradients: bool) -> LogicalGraph:
         with store.shown_without_values(module, captured), calls.tracing():
-            logical = capture_step(module, task.loss, task.example, task.dynamic)
+            return capture_step(module, task.loss, task.example, task.dynamic, gradients=gradients)
+
+    def is_as_trained(module: nn.Module) -> bool:
+        try:
+            evaluated = step_of(module, gradients=False)
+        except Exception:  # which all ranks find when they capture all of the step
+            return False
+        return is_same_loss(evaluated, compiled.logical)
+
+    def capture_again(module: nn.Module) -> LogicalGraph:
+        logical = step_of(module, gradients=True)
         logical = without_unread(logical) if decided.name else logical
         if compiled.packing is not None:
             logical = pack_documents(logical, force=bool(options.packed))
         return with_precision(logical, compiled.precision)
 
     keys, mean = tuple(decided.keys), compiled.logical.averaged
-    return Evaluation(engine, calls, task.loss, capture_again, keys, mean, captured_only=bool(decided.name))
+    return Evaluation(
+        engine, calls, task.loss, capture_again, is_as_trained, keys, mean, captured_only=bool(decided.name)
+    )
 
 
 def _engines(

@@ -260,14 +260,16 @@ def capture_step(
     example: Mapping[str, Tensor] | None,
     dynamic: Dynamic = "auto",
     tell_unused: bool = True,
+    gradients: bool = True,
 ) -> LogicalGraph:
     """The training step on `example`; by default on token ids and labels, and on positions if model or loss ask.
+    `gradients` as in `capture`.
 
     A model that makes its own positions is left to: they need not begin at 0.
     """
-    name = type(module).__name__
+    options: dict[str, Any] = {"name": type(module).__name__, "tell_unused": tell_unused, "gradients": gradients}
     if example is not None:
-        return capture(module, loss, example, dynamic=dynamic, name=name, tell_unused=tell_unused)
+        return capture(module, loss, example, dynamic=dynamic, **options)
     known = inspect.signature(module.forward).parameters
     positional = [name for name, one in known.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
     given = known.get("position_ids")
@@ -277,7 +279,7 @@ def capture_step(
         if not positions:
             del batch["position_ids"]
         try:
-            return capture(module, loss, batch, name=name, tell_unused=tell_unused)
+            return capture(module, loss, batch, **options)
         except MissingInputError as error:
             if error.key != "position_ids":
                 raise ExampleNeededError(error.key, batch) from error

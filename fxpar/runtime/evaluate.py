@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxpar.batching import GroupPlan
-from fxpar.errors import EvaluateLossError, EvaluateStagesError, muted_warnings
+from fxpar.errors import EvaluateLossError, EvaluateStagesError, SharedCaptureError, muted_warnings
 from fxpar.ir.graph import COUNT, Averaged, LogicalGraph
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.losses import LossFunction, with_metrics
 from fxpar.lowering import lower
+from fxpar.runtime.agree import on_rank_0
 from fxpar.runtime.binding import Bound, bind_here
 from fxpar.runtime.calls import PlainCalls
 from fxpar.runtime.engine import Engine
@@ -31,20 +32,23 @@ _ALWAYS = "Let it return the same metrics for every batch"
 
 @dataclass
 class Evaluation:
-    """Evaluates a module; `capture` gives its training step in evaluation mode, for strategies with stages, and for all
-    if the loss function is `captured_only`: it need not call the whole model. `keys` are those of the batch that the
-    loss function takes, `averaged` says that it returns a mean.
+    """Evaluates a module. Strategies with stages, and all if the loss function is `captured_only` (it need not call the
+    whole model), run the program that is trained if its loss `is_as_trained` in evaluation mode, else the step that
+    `capture` gives in that mode. `keys` are those of the batch that the loss function takes, `averaged` says that it
+    returns a mean. `bound` is what has been run of these, by strategy.
     """
 
     engine: Engine
     calls: PlainCalls
     loss: LossFunction
     capture: Callable[[nn.Module], LogicalGraph]
+    is_as_trained: Callable[[nn.Module], bool]
     keys: Sequence[str]
     averaged: Averaged | None = None
     captured_only: bool = False
+    _as_trained: bool | None = None
     _logical: LogicalGraph | None = None
-    _bound: dict[str, Bound] = field(default_factory=dict)
+    bound: dict[str, Bound] = field(default_factory=dict)
 
     def run(
         self,
@@ -128,9 +132,9 @@ class Evaluation:
 
     def _captured(self, module: nn.Module, name: str, sequences: Sequence[Any], group: GroupPlan) -> dict[str, float]:
         """The sums of all ranks that run it, on the first of them."""
-        if name not in self._bound:
-            self._bound[name] = self._bind(module, name)
-        bound, engine = self._bound[name], self.engine
+        if name not in self.bound:
+            self.bound[name] = self._bind(module, name)
+        bound, engine = self.bound[name], self.engine
         program, beside = bound.program, [group.replicas[i] for i in bound.replicas]
         here = bound.rank in program.mesh
         micro_batches = list(group.replicas[bound.replica]) if here else []
@@ -147,8 +151,13 @@ class Evaluation:
 
     def _bind(self, module: nn.Module, name: str) -> Bound:
         """The model in evaluation mode, with the weights where training has them."""
+        if self._as_trained is None:
+            with muted_warnings():  # all of them have come from training
+                self._as_trained = on_rank_0(lambda: self.is_as_trained(module), SharedCaptureError)
+        if self._as_trained:
+            return self.engine.bound[name]
         strategy = self.engine.gradients.programs[name].strategy
-        with muted_warnings():  # all of them have come from training
+        with muted_warnings():
             self._logical = self._logical or self.capture(module)
             program = lower(self._logical, strategy, for_store=True)
         here, there = layout_of(program).params, self.engine.switching.schedule.layouts[name].params

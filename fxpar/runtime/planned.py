@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
-from fxpar.errors import AutoStrategiesError, FxparError, ParallelizeError, nearest
+from fxpar.errors import ParallelizeError, nearest
 from fxpar.ir.collector import collector_paused
 from fxpar.ir.strategy import Strategy
-from fxpar.runtime.agree import check_same_options
+from fxpar.runtime.agree import check_same_options, on_rank_0
 from fxpar.runtime.auto import Search, read_rows
 from fxpar.runtime.opening import explained_before, require_ranks
 from fxpar.runtime.options import ParallelizeOptions
@@ -20,8 +19,6 @@ from fxpar.search.lengths import as_lengths, mini_batches
 from fxpar.search.plan_file import Plan, plan_of
 from fxpar.search.price import Depth
 from fxpar.tracer.signature import model_device
-
-T = TypeVar("T")
 
 AUTO = "auto"
 _OF_A_SEARCH = ("lengths", "tokens_per_step")
@@ -108,27 +105,6 @@ def chosen(
 def parameters_of(module: nn.Module) -> int:
     """Numbers in all of its parameters; tied ones count once."""
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def on_rank_0(make: Callable[[], T], elsewhere: Callable[[str], FxparError] = AutoStrategiesError) -> T:
-    """What `make` returns on rank 0, on all ranks: a search that looks at clocks or figures of this machine must not
-    decide differently, and what takes long need not be done by all. What it raises is raised there, and what
-    `elsewhere` makes of its text on the others.
-    """
-    found: list[T | None] = [None]
-    problem, own = [""], None
-    if dist.get_rank() == 0:
-        try:
-            found = [make()]
-        except Exception as error:
-            own, problem = error, [f"{type(error).__name__}: {error}"]
-    dist.broadcast_object_list(problem, src=0)
-    if own is not None:
-        raise own
-    if problem[0]:
-        raise elsewhere(problem[0])
-    dist.broadcast_object_list(found, src=0)
-    return found[0]  # type: ignore[return-value]
 
 
 def _searched(module: nn.Module, options: ParallelizeOptions) -> Plan:

@@ -39,6 +39,7 @@ def capture(
     dynamic: Dynamic = "auto",
     name: str | None = None,
     tell_unused: bool = True,
+    gradients: bool = True,
 ) -> LogicalGraph:
     """Trace forward, loss and backward of `model` once, on tensors without data; nothing is allocated.
 
@@ -53,13 +54,15 @@ def capture(
     - `{key: {dim: name}}`: these. Dims of one name have one size.
     - None: none.
 
-    `tell_unused`: warn of parameters that the loss does not depend on.
+    `tell_unused`: warn of parameters that the loss does not depend on. Without `gradients` the backward is not traced,
+    and the graph ends in loss, metrics and buffers.
 
     The model is left as it was, also after an error, and may lie on the meta device. Raises a subclass of
     `fxpar.errors.CaptureError` for whatever one graph cannot hold for all batches.
     """
     with torch.inference_mode(False), collector_paused():
-        return _capture(model, loss_fn, example_batch, dynamic, name or type(model).__name__, tell_unused)
+        name = name or type(model).__name__
+        return _capture(model, loss_fn, example_batch, dynamic, name, tell_unused, gradients)
 
 
 def _check_model(model: object) -> None:
@@ -93,7 +96,13 @@ def _check_loss_function(loss_fn: object) -> None:
 
 
 def _capture(
-    model: nn.Module, loss_fn: LossFunction, example_batch: Batch, dynamic: Dynamic, name: str, tell_unused: bool
+    model: nn.Module,
+    loss_fn: LossFunction,
+    example_batch: Batch,
+    dynamic: Dynamic,
+    name: str,
+    tell_unused: bool,
+    gradients: bool,
 ) -> LogicalGraph:
     started = time.process_time()
     _check_model(model)
@@ -117,9 +126,11 @@ def _capture(
         device=device,
         loss_fn=loss_fn,
         batch=example_batch,
+        with_gradients=gradients,
     )
     raw = step.trace()
-    tell_of_rows(step, batch, dims)
+    if gradients:
+        tell_of_rows(step, batch, dims)
     if raw.unused and tell_unused:
         warn(f"the loss does not depend on {', '.join(raw.unused)}: no gradient, as in autograd")
     fields = canonical_graph(raw, world, dims, started)

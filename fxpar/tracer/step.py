@@ -280,10 +280,11 @@ class Traced(ABC):
 
 @dataclass(kw_only=True)
 class TracedStep(Traced):
-    """Forward, loss and backward."""
+    """Forward, loss and (`with_gradients`) backward."""
 
     loss_fn: LossFunction
     batch: Batch
+    with_gradients: bool = True
     averaged: Averaged | None = None
 
     def _translate(self, error: Exception) -> CaptureError | None:
@@ -342,7 +343,7 @@ class TracedStep(Traced):
         measured = as_results(metrics, scale, context)
         loss = loss * scale
         self.look_for_own_backward(context, [loss])
-        grads = self._gradients(loss, self.trained(values), context)
+        grads = self._gradients(loss, self.trained(values), context) if self.with_gradients else {}
         self.outputs = [
             *(Output("loss", name) for name in ("loss", *measured)),
             *(Output("grad", fqn) for fqn in grads),

@@ -122,8 +122,12 @@ def counts(rank):
         options = {"loss": counted, "compiled": of_three(strategy), "monitor": False}
         model = fxpar.parallelize(Deep(), strategies={128: strategy}, **options)
         found.append([model.evaluate(sequences(1, (n + 1,))).metrics["count"] for n in (7, 14, 25, 62)])
-    return found
+    return found, model.fxpar_session.evaluation.bound["pp3"] is model.fxpar_session.engine.bound["pp3"]
 
 
 def test_counts_are_whole_with_three_ranks_to_a_replica():
-    assert counts() == [[[7.0, 14.0, 25.0, 62.0]] * 2] * 3
+    assert [found for found, _ in counts()] == [[[7.0, 14.0, 25.0, 62.0]] * 2] * 3
+
+
+def test_stages_evaluate_the_program_that_they_train():
+    assert all(same for _, same in counts())
