@@ -36,21 +36,36 @@ def mixtures(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _other_moe(config: Any) -> str | None:
-    """Experts that are none of torchtitan's plain ones, for which `fxpar.recipes.experts` has products."""
+    """Experts for which `fxpar.recipes.experts` has no products."""
     for name, moe in mixtures(config):
-        plain = ((moe, titan.MoE), (moe.routed_experts, titan.RoutedExperts))
-        for part, kind in (*plain, (moe.routed_experts.inner_experts, titan.GroupedExperts)):
-            if type(part) is not kind.Config:
+        parts = (moe, moe.routed_experts, moe.routed_experts.inner_experts)
+        for part, kinds in zip(parts, _MIXTURES, strict=True):
+            if type(part) not in [kind.Config for kind in kinds]:
                 return f"{name} has a {type(part).__qualname__.removesuffix('.Config')}"
     return None
 
 
-def _moved_bias(config: Any) -> str | None:
-    """A bias of the router that counts of all tokens of a step move, which no program of a rank sees."""
+# What a mixture, its routed part, and its experts may be.
+_MIXTURES: tuple[tuple[Any, ...], ...] = (
+    (titan.MoE, titan.GptOssMoE),
+    (titan.RoutedExperts,),
+    (titan.GroupedExperts, titan.GptOssGroupedExperts),
+)
+
+
+def _uncounted(config: Any) -> str | None:
+    """A bias of the router that tokens per expert move, where they are not known: nobody looks into compiled programs,
+    and compressed experts see means of rows.
+    """
     for name, moe in mixtures(config):
-        if moe.load_balance_coeff is not None:
-            said = f"{name}.load_balance_coeff is {moe.load_balance_coeff:g}"
-            return f"{said}, and fxpar does not count tokens per expert"
+        if moe.load_balance_coeff is None:
+            continue
+        said = f"{name}.load_balance_coeff is {moe.load_balance_coeff:g}, and tokens per expert are not counted "
+        if config.compile.enable and "model" in config.compile.components:
+            return said + "in compiled programs (compile.enable)"
+        for text in (config.fxpar.strategies or {}).values() if hasattr(config, "fxpar") else ():
+            if Strategy.parse(text).most("lsh"):
+                return said + f"under {text}, where experts see means of them"
     return None
 
 
@@ -80,8 +95,8 @@ REFUSALS = (
     Refusal("model_spec", _other_model, "Use a model such as llama3 or qwen3"),
     Refusal(
         "model_spec (MoE)",
-        _moved_bias,
-        "Set it to None in every layer of model_spec.model, or use stock torchtitan: fxpar.strategies unset",
+        _uncounted,
+        "Leave that out, or set the coefficient to None in every layer of model_spec.model",
     ),
     Refusal(
         "model_spec (converters)",

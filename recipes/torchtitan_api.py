@@ -88,8 +88,13 @@ with shown_import_errors("torchtitan (pip install 'fxpar[torchtitan]')"):
     from torchtitan.models.common import attention as attention_module
     from torchtitan.models.common import decoder as decoder_module
     from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
-    from torchtitan.models.common.linear import Linear
+    from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
     from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
+    from torchtitan.models.deepseek_v3.mtp import MTPDecoder
+    from torchtitan.models.gpt_oss.model import Attention as GptOssAttention
+    from torchtitan.models.gpt_oss.model import GptOssModel
+    from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, GptOssMoE
+    from torchtitan.models.gpt_oss.moe import swiglu as gpt_oss_swiglu
     from torchtitan.protocols.module import Module
     from torchtitan.tools import utils as tools
     from torchtitan.tools.logging import logger
@@ -105,13 +110,19 @@ __all__ = [
     "ChunkedLossWrapper",
     "CrossEntropyLoss",
     "FlexAttention",
+    "GptOssAttention",
+    "GptOssGroupedExperts",
+    "GptOssMoE",
+    "GptOssModel",
     "GroupedExperts",
     "Linear",
+    "MTPDecoder",
     "MoE",
     "Module",
     "OneDevice",
     "ParallelDims",
     "RoutedExperts",
+    "ScaledBiasRowwiseLinear",
     "ScaledDotProductAttention",
     "Trainer",
     "Validator",
@@ -125,6 +136,7 @@ __all__ = [
     "derive",
     "dist_utils",
     "fsdp",
+    "gpt_oss_swiglu",
     "has_spmd_types",
     "holders",
     "logger",

@@ -168,6 +168,7 @@ class FxparMixin(Trainer):
         model.load_engine_state({"steps": self.step - 1})  # a resumed run goes on with the step it is at
         documents: Documents = input_dict["documents"]  # on the CPU: a rank copies the tokens that it works on
         report = model.train_step(documents.sequences())
+        experts.count_tokens(model, report.experts)
         self.ntokens_seen += documents.places
         self.fxpar_report = report
         self._fxpar_reports.append(report)
@@ -273,7 +274,7 @@ def _overrides(config: FxparTrainer.Config) -> Iterator[str]:
 def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Sum of the token losses of a torchtitan decoder; batch tensors are [B, T], logits [B, T, V]."""
     positions = batch["position_ids"]
-    with packed(document_ids_from_positions(positions)):
+    with packed(document_ids_from_positions(positions)), experts.without_padding(model, batch):
         logits = model(batch["input_ids"], positions=positions)
     return cross_entropy_sum(logits, batch["labels"])
 
