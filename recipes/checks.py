@@ -21,9 +21,11 @@ class Refusal:
 
 
 def _converted(config: Any) -> str | None:
-    """A Linear that is none of torchtitan's plain ones: float8, MX and NV formats, LoRA, collectives in the GEMM."""
+    """A Linear that is none of torchtitan's plain ones: float8, MX and NV formats, LoRA, collectives in the GEMM. One
+    that scales its bias by torchtitan's tensor parallelism, which is not used, is plain.
+    """
     for fqn, linear, _, _ in config.model_spec.model.traverse(titan.Linear.Config):
-        if type(linear) is not titan.Linear.Config:
+        if type(linear) not in (titan.Linear.Config, titan.ScaledBiasRowwiseLinear.Config):
             return f"{fqn} is a {type(linear).__qualname__.removesuffix('.Config')}"
     return None
 
@@ -71,15 +73,24 @@ def _uncounted(config: Any) -> str | None:
 
 def _other_model(config: Any) -> str | None:
     """Models whose attention is not plain causal attention over packed documents."""
-    model = config.model_spec.model
+    model, name = config.model_spec.model, config.model_spec.name
     owner = getattr(type(model), "_owner", None)
-    plain = titan.decoder_module.Decoder
-    if owner is None or not issubclass(owner, plain):
-        return f"{config.model_spec.name} is not a decoder"
-    for name in ("get_attention_masks", "forward"):
-        if getattr(owner, name) is not getattr(plain, name):
-            return f"{config.model_spec.name} has a {name} of its own"
+    if owner is None or not issubclass(owner, titan.decoder_module.Decoder):
+        return f"{name} is not a decoder"
+    if getattr(model, "mtp_layers", None):
+        return f"{name} has mtp_layers, which predict tokens after the next one"
+    for method, owners in _KNOWN_METHODS.items():
+        if getattr(owner, method) not in [getattr(one, method) for one in owners]:
+            return f"{name} has a {method} of its own"
     return None
+
+
+# Whose forward, and whose masks, are those of causal attention over packed documents. A decoder for MTP layers without
+# any is a plain one; windows of gpt_oss are in the configuration of its layers.
+_KNOWN_METHODS = {
+    "get_attention_masks": (titan.decoder_module.Decoder, titan.GptOssModel),
+    "forward": (titan.decoder_module.Decoder, titan.MTPDecoder),
+}
 
 
 def _other_loss(config: Any) -> str | None:

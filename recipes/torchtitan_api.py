@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import pipelining
 
 from fxpar.errors import HostVersionError, RecipeImportError
@@ -143,6 +144,7 @@ __all__ = [
     "override",
     "show_import_errors",
     "shown_import_errors",
+    "sinks_of",
     "stock_recipe",
     "text_datasets",
     "tools",
@@ -158,6 +160,14 @@ def stock_recipe(family: str, name: str) -> Trainer.Config:
 def add_dataset(name: str, loader: Callable[[str], Any], text: Callable[[dict[str, Any]], str]) -> None:
     """Make a dataset known by name: `loader(path)` returns a `datasets.Dataset`, `text(sample)` its text."""
     text_datasets.DATASETS[name.lower()] = DatasetConfig(path=name, loader=loader, sample_processor=text)
+
+
+def sinks_of(out_transform: Callable[..., Any]) -> Tensor | None:
+    """The sinks [H] of the gpt_oss attention whose epilogue this is; None if it is another one's."""
+    owner = getattr(out_transform, "__self__", None)
+    if isinstance(owner, GptOssAttention) and out_transform == owner._apply_sinks:
+        return owner.sinks
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------------- one device

@@ -266,7 +266,8 @@ def one_device(config: FxparTrainer.Config, world: int, parallelize: Callable[..
 def _overrides(config: FxparTrainer.Config) -> Iterator[str]:
     """What fxpar captures in the place of parts of the model, by torchtitan's paths."""
     if config.fxpar.override_attention:
-        yield from attention.FOR_FXPAR
+        model = config.model_spec.model
+        yield from attention.FOR_GPT_OSS if isinstance(model, titan.GptOssModel.Config) else attention.FOR_FXPAR
     if any(mixtures(config)):
         yield from experts.FOR_FXPAR
 

@@ -181,7 +181,8 @@ def collate(sequences: Sequence[Tokens], micro: MicroBatch, keys: Collection[str
 
     Always there to be asked for: input_ids, labels (the next token inside of a document, -100 at its last one; or
     those that the sequence brings), position_ids (from 0 in each document), document_ids (from 1), is_token (1, and 0
-    at what is padding later), all int64, also under the names in ALIASES. Any other key is the concatenation of what the sequences have under it.
+    at what is padding later), all int64, also under the names in ALIASES. Any other key is the concatenation of what
+    the sequences have under it.
 
     Raises SequenceError, BatchKeyError (a key that a sequence lacks), UnmarkedDocumentsError (several sequences for a
     graph that asks for neither positions nor documents: attention would cross the boundary).
