@@ -5,31 +5,35 @@ Each is activated by its path in `override.imports`, torchtitan's own mechanism;
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
-import fxpar.ops  # noqa: F401 - registers torch.ops.fxpar
 from fxpar.errors import UnsupportedRecipeError
 from fxpar.recipes.torchtitan_api import (
     FlexAttention,
+    GptOssAttention,
     Module,
     ScaledDotProductAttention,
     VarlenAttention,
     derive,
     override,
+    sinks_of,
 )
+from fxpar.tracer.attention import AttentionRule, attend
+from fxpar.tracer.documents import surrounding_documents
 
 
 class FxparAttention(Module):
     """`fxpar::attention`, causal, over packed documents.
 
-    Takes q [B, S, H, E], k and v [B, S, Hkv, E]; returns [B, S, H, E]. Documents are those of the surrounding
+    Takes q and k [B, S, H or Hkv, E], v [B, S, Hkv, Ev]; returns [B, S, H, Ev]. Documents are those of the surrounding
     `fxpar.tracer.documents.packed`, as the loss function names them; or `attention_masks` are their ids [B or 1, S].
+    An `out_transform` is the one of gpt_oss alone, whose sinks are a score per head.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -54,17 +58,13 @@ class FxparAttention(Module):
         is_causal: bool = True,
         **_: Any,
     ) -> Tensor:
-        _check_plain(score_mod, out_transform, is_causal)
+        sinks = None if out_transform is None else sinks_of(out_transform)
+        _check_plain(score_mod, out_transform if sinks is None else None, is_causal)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        if attention_masks is None:
-            if self.window:  # documents of `packed` do not reach the operator
-                raise UnsupportedRecipeError("model_spec", "its attention has a window", "Use full causal attention")
-            # A capture, which knows the documents, makes fxpar::attention of this.
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-        else:
-            scale = q.shape[-1] ** -0.5 if scale is None else scale
-            out, _ = torch.ops.fxpar.attention(q, k, v, attention_masks, None, True, self.window, scale, 0.0)
-        return out.transpose(1, 2)
+        documents = surrounding_documents() if attention_masks is None else attention_masks
+        scores = None if sinks is None else sinks.view(1, -1, 1)
+        rule = AttentionRule(True, self.window, scale=scale, document_ids=documents, sinks=scores)
+        return attend(q, k, v, rule).transpose(1, 2)
 
 
 class DenseAttention(FlexAttention):
@@ -87,18 +87,24 @@ class DenseAttention(FlexAttention):
         out_transform: Any = None,
         **_: Any,
     ) -> Tensor:
-        _check_plain(score_mod, out_transform)
+        _check_plain(score_mod, None)
         q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         mask = _written_out(attention_masks, q.shape[0], q.shape[-2], k.shape[-2])
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
-        return out.transpose(1, 2)
+        if out_transform is None:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+            return out.transpose(1, 2)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = (q @ k.transpose(2, 3)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        scores = scores.masked_fill(~mask, -math.inf)
+        out = scores.softmax(-1) @ v
+        return out_transform(out.transpose(1, 2), scores.logsumexp(-1).transpose(1, 2))
 
 
 def _check_plain(score_mod: Any, out_transform: Any, is_causal: bool = True) -> None:
     """Raises UnsupportedRecipeError for attention that is more than a causal softmax over documents."""
     whys = {
         "changes scores (score_mod)": score_mod is not None,
-        "changes the result by its log-sum-exp (out_transform, as attention sinks do)": out_transform is not None,
+        "changes the result by its log-sum-exp (out_transform)": out_transform is not None,
         "is not causal (is_causal)": not is_causal,
     }
     for why, found in whys.items():
@@ -138,6 +144,12 @@ def sdpa(config: ScaledDotProductAttention.Config) -> FxparAttention.Config:
     return FxparAttention.Config()
 
 
+@override(target=GptOssAttention.Config, exact=True, description="fxpar::attention with windows and sinks")
+def gpt_oss(config: GptOssAttention.Config) -> GptOssAttention.Config:
+    """gpt_oss's attention with its layer's window, which FlexAttention gets by a mask."""
+    return replace(config, inner_attention=FxparAttention.Config(window=config.sliding_window_size or 0))
+
+
 @override(target=FlexAttention.Config, exact=True, description="dense attention that trains on CPU")
 def dense_attention(config: FlexAttention.Config) -> DenseAttention.Config:
     """For stock torchtitan on CPU."""
@@ -145,4 +157,5 @@ def dense_attention(config: FlexAttention.Config) -> DenseAttention.Config:
 
 
 FOR_FXPAR = tuple(f"{__name__}.{f.__name__}" for f in (flex, varlen, sdpa))
+FOR_GPT_OSS = (f"{__name__}.{gpt_oss.__name__}",)
 FOR_STOCK_ON_CPU = f"{__name__}.{dense_attention.__name__}"

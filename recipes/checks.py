@@ -21,9 +21,11 @@ class Refusal:
 
 
 def _converted(config: Any) -> str | None:
-    """A Linear that is none of torchtitan's plain ones: float8, MX and NV formats, LoRA, collectives in the GEMM."""
+    """A Linear that is none of torchtitan's plain ones: float8, MX and NV formats, LoRA, collectives in the GEMM. One
+    that scales its bias by torchtitan's tensor parallelism, which is not used, is plain.
+    """
     for fqn, linear, _, _ in config.model_spec.model.traverse(titan.Linear.Config):
-        if type(linear) is not titan.Linear.Config:
+        if type(linear) not in (titan.Linear.Config, titan.ScaledBiasRowwiseLinear.Config):
             return f"{fqn} is a {type(linear).__qualname__.removesuffix('.Config')}"
     return None
 
@@ -36,35 +38,59 @@ def mixtures(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _other_moe(config: Any) -> str | None:
-    """Experts that are none of torchtitan's plain ones, for which `fxpar.recipes.experts` has products."""
+    """Experts for which `fxpar.recipes.experts` has no products."""
     for name, moe in mixtures(config):
-        plain = ((moe, titan.MoE), (moe.routed_experts, titan.RoutedExperts))
-        for part, kind in (*plain, (moe.routed_experts.inner_experts, titan.GroupedExperts)):
-            if type(part) is not kind.Config:
+        parts = (moe, moe.routed_experts, moe.routed_experts.inner_experts)
+        for part, kinds in zip(parts, _MIXTURES, strict=True):
+            if type(part) not in [kind.Config for kind in kinds]:
                 return f"{name} has a {type(part).__qualname__.removesuffix('.Config')}"
     return None
 
 
-def _moved_bias(config: Any) -> str | None:
-    """A bias of the router that counts of all tokens of a step move, which no program of a rank sees."""
+# What a mixture, its routed part, and its experts may be.
+_MIXTURES: tuple[tuple[Any, ...], ...] = (
+    (titan.MoE, titan.GptOssMoE),
+    (titan.RoutedExperts,),
+    (titan.GroupedExperts, titan.GptOssGroupedExperts),
+)
+
+
+def _uncounted(config: Any) -> str | None:
+    """A bias of the router that tokens per expert move, where they are not known: nobody looks into compiled programs,
+    and compressed experts see means of rows.
+    """
     for name, moe in mixtures(config):
-        if moe.load_balance_coeff is not None:
-            said = f"{name}.load_balance_coeff is {moe.load_balance_coeff:g}"
-            return f"{said}, and fxpar does not count tokens per expert"
+        if moe.load_balance_coeff is None:
+            continue
+        said = f"{name}.load_balance_coeff is {moe.load_balance_coeff:g}, and tokens per expert are not counted "
+        if config.compile.enable and "model" in config.compile.components:
+            return said + "in compiled programs (compile.enable)"
+        for text in (config.fxpar.strategies or {}).values() if hasattr(config, "fxpar") else ():
+            if Strategy.parse(text).most("lsh"):
+                return said + f"under {text}, where experts see means of them"
     return None
 
 
 def _other_model(config: Any) -> str | None:
     """Models whose attention is not plain causal attention over packed documents."""
-    model = config.model_spec.model
+    model, name = config.model_spec.model, config.model_spec.name
     owner = getattr(type(model), "_owner", None)
-    plain = titan.decoder_module.Decoder
-    if owner is None or not issubclass(owner, plain):
-        return f"{config.model_spec.name} is not a decoder"
-    for name in ("get_attention_masks", "forward"):
-        if getattr(owner, name) is not getattr(plain, name):
-            return f"{config.model_spec.name} has a {name} of its own"
+    if owner is None or not issubclass(owner, titan.decoder_module.Decoder):
+        return f"{name} is not a decoder"
+    if getattr(model, "mtp_layers", None):
+        return f"{name} has mtp_layers, which predict tokens after the next one"
+    for method, owners in _KNOWN_METHODS.items():
+        if getattr(owner, method) not in [getattr(one, method) for one in owners]:
+            return f"{name} has a {method} of its own"
     return None
+
+
+# Whose forward, and whose masks, are those of causal attention over packed documents. A decoder for MTP layers without
+# any is a plain one; windows of gpt_oss are in the configuration of its layers.
+_KNOWN_METHODS = {
+    "get_attention_masks": (titan.decoder_module.Decoder, titan.GptOssModel),
+    "forward": (titan.decoder_module.Decoder, titan.MTPDecoder),
+}
 
 
 def _other_loss(config: Any) -> str | None:
@@ -80,8 +106,8 @@ REFUSALS = (
     Refusal("model_spec", _other_model, "Use a model such as llama3 or qwen3"),
     Refusal(
         "model_spec (MoE)",
-        _moved_bias,
-        "Set it to None in every layer of model_spec.model, or use stock torchtitan: fxpar.strategies unset",
+        _uncounted,
+        "Leave that out, or set the coefficient to None in every layer of model_spec.model",
     ),
     Refusal(
         "model_spec (converters)",

@@ -65,9 +65,15 @@ def add_dataset() -> str:
     return DATASET
 
 
-def debug_recipe(family: str) -> Trainer.Config:
-    """torchtitan's debug model of a family ("llama3", "qwen3"): 2 rows of 2048 tokens a rank, standard library."""
-    recipe = stock_recipe(family, f"{family}_debugmodel")
+# What is not called FAMILY_debugmodel. Attention of gpt_oss is varlen there, which has no kernel on a CPU.
+_NAMES = {"qwen3_moe": ("qwen3", "qwen3_moe_debug"), "gpt_oss": ("gpt_oss", "gpt_oss_debugmodel_flex")}
+
+
+def debug_recipe(kind: str) -> Trainer.Config:
+    """torchtitan's debug model of a kind ("llama3", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss"): 2 rows of 2048
+    tokens a rank, standard library.
+    """
+    recipe = stock_recipe(*_NAMES.get(kind, (kind, f"{kind}_debugmodel")))
     recipe.hf_assets_path = hf_assets()
     recipe.dataloader.dataset = add_dataset()
     recipe.training.local_batch_size = 2

@@ -2,20 +2,40 @@
 
 The routed experts' rows stay in the order of tokens, and no dispatcher moves them: a strategy says where experts are.
 Router, shared experts and parameters are torchtitan's own, under their own names; experts compute in bfloat16, as
-there. Tokens per expert are not counted, so a recipe that moves a bias by them is refused (`fxpar.recipes.checks`).
+there.
+
+Padding goes to no expert, so the counts of a step's report are those of its tokens; `count_tokens` gives them to the
+hook of torchtitan's optimizer, which moves the bias of the router by them (arXiv 2408.15664).
 
 Activated by its path in `override.imports`, as attention is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from fxpar.recipes.torchtitan_api import GroupedExperts, MoE, derive, override
+from fxpar.ir.graph import IS_TOKEN
+from fxpar.recipes.torchtitan_api import (
+    GptOssGroupedExperts,
+    GptOssMoE,
+    GroupedExperts,
+    MoE,
+    derive,
+    gpt_oss_swiglu,
+    override,
+)
+from fxpar.runtime.report import ExpertLoad
 from fxpar.tracer.experts import expert_mm, weighted_sum
+
+_IS_TOKEN: ContextVar[Tensor | None] = ContextVar("fxpar_is_token", default=None)
 
 
 class FxparMoE(MoE):
@@ -28,7 +48,11 @@ class FxparMoE(MoE):
     def forward(self, x_BLD: Tensor) -> Tensor:
         weights, ids, _ = self.router(x_BLD, self.expert_bias_E)
         tokens, K = x_BLD.flatten(0, 1), ids.shape[-1]
-        rows = gated(self.routed_experts.inner_experts, tokens, ids.reshape(-1, K))
+        ids, is_token = ids.reshape(-1, K), _IS_TOKEN.get()
+        if is_token is not None:
+            ids = torch.where(is_token.reshape(-1, 1) != 0, ids, -1)
+        experts = self.routed_experts.inner_experts
+        rows = _EXPERTS[type(experts)](experts, tokens, ids)
         out = weighted_sum(rows, weights.reshape(-1, K)).view_as(x_BLD)
         return out if self.shared_experts is None else out + self.shared_experts(x_BLD)
 
@@ -41,10 +65,51 @@ def gated(experts: GroupedExperts, tokens: Tensor, ids: Tensor) -> Tensor:
     return expert_mm(made, down, ids).to(tokens.dtype)
 
 
+def gated_with_bias(experts: GptOssGroupedExperts, tokens: Tensor, ids: Tensor) -> Tensor:
+    """The same of gpt_oss: gate and up in turns in one product, a bias behind each product."""
+    rows = tokens.bfloat16().unsqueeze(1).expand(-1, ids.shape[1], -1)
+    first, second = (w.bfloat16().transpose(1, 2) for w in (experts.mlp1_weight_EGD, experts.mlp2_weight_EDF))
+    made = expert_mm(rows, first, ids) + F.embedding(ids, experts.mlp1_bias_EG).bfloat16()
+    made = expert_mm(gpt_oss_swiglu(made, limit=experts.swiglu_limit), second, ids)
+    return (made + F.embedding(ids, experts.mlp2_bias_ED).bfloat16()).to(tokens.dtype)
+
+
+_EXPERTS: dict[type[nn.Module], Callable[[Any, Tensor, Tensor], Tensor]] = {
+    GroupedExperts: gated,
+    GptOssGroupedExperts: gated_with_bias,
+}
+
+
+@contextmanager
+def without_padding(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside the block, mixtures of the model send tokens [1, T] alone to experts, as `is_token` of the batch says."""
+    has_experts = any(isinstance(module, FxparMoE) for module in model.modules())
+    reset = _IS_TOKEN.set(batch[IS_TOKEN] if has_experts else None)
+    try:
+        yield
+    finally:
+        _IS_TOKEN.reset(reset)
+
+
+def count_tokens(model: nn.Module, loads: Iterable[ExpertLoad]) -> None:
+    """Add the rows of each expert in a step to the counters of the model's mixtures, which torchtitan's optimizer reads
+    and sets back. Rows that a capacity leaves out count: the router chose their expert.
+    """
+    for load in loads:
+        counter = cast(FxparMoE, model.get_submodule(load.module)).tokens_per_expert_E
+        counter.add_(torch.tensor(load.wanted or load.experts, dtype=torch.float64).round().to(counter))
+
+
 @override(target=MoE.Config, exact=True, description="fxpar::expert_mm, rows in the order of tokens")
 def moe(config: MoE.Config) -> FxparMoE.Config:
     """A mixture of torchtitan's own experts."""
     return derive(config, FxparMoE.Config)
 
 
-FOR_FXPAR = (f"{__name__}.{moe.__name__}",)
+@override(target=GptOssMoE.Config, exact=True, description="fxpar::expert_mm, rows in the order of tokens")
+def gpt_oss_moe(config: GptOssMoE.Config) -> FxparMoE.Config:
+    """A mixture of gpt_oss's experts."""
+    return derive(config, FxparMoE.Config)
+
+
+FOR_FXPAR = tuple(f"{__name__}.{f.__name__}" for f in (moe, gpt_oss_moe))

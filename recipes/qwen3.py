@@ -28,6 +28,21 @@ def debug_hot_switch() -> FxparTrainer.Config:
     return to_fxpar(debug_recipe("qwen3"), strategies={256: "dp2", 1024: "tp2+sp", 2048: "cp2"})
 
 
+def debug_moe_stock() -> FxparTrainer.Config:
+    """The debug model with experts under torchtitan alone."""
+    return to_fxpar(debug_recipe("qwen3_moe"), strategies=None)
+
+
+def debug_moe_static() -> FxparTrainer.Config:
+    """The debug model with experts under one strategy of fxpar: a half of the experts on each rank."""
+    return to_fxpar(debug_recipe("qwen3_moe"), strategies={2048: "ep2"})
+
+
+def debug_moe_hot_switch() -> FxparTrainer.Config:
+    """The same: short documents on two replicas, middle ones where the experts are, long ones cut in two."""
+    return to_fxpar(debug_recipe("qwen3_moe"), strategies={256: "dp2", 1024: "ep2", 2048: "cp2"})
+
+
 def qwen3_14b_static() -> FxparTrainer.Config:
     """14B on 8 GPUs under one strategy, for documents of up to 32k tokens."""
     return to_fxpar(_long(32768), strategies={32768: "tp8+sp+remat"})

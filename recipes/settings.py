@@ -35,7 +35,11 @@ class Setting:
 
 _PP = "pipeline"
 SETTINGS = (
-    Setting("model_spec", "kept", "dense decoders only; its `parallelize_fn` and `pipelining_fn` are not called"),
+    Setting(
+        "model_spec",
+        "kept",
+        "decoders, with plain or gpt_oss's experts; its `parallelize_fn` and `pipelining_fn` are not called",
+    ),
     Setting("hf_assets_path", "kept", ""),
     Setting("dump_folder", "kept", ""),
     Setting("profiler", "kept", ""),

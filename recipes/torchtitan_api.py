@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import pipelining
 
 from fxpar.errors import HostVersionError, RecipeImportError
@@ -88,8 +89,13 @@ with shown_import_errors("torchtitan (pip install 'fxpar[torchtitan]')"):
     from torchtitan.models.common import attention as attention_module
     from torchtitan.models.common import decoder as decoder_module
     from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
-    from torchtitan.models.common.linear import Linear
+    from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
     from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
+    from torchtitan.models.deepseek_v3.mtp import MTPDecoder
+    from torchtitan.models.gpt_oss.model import Attention as GptOssAttention
+    from torchtitan.models.gpt_oss.model import GptOssModel
+    from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, GptOssMoE
+    from torchtitan.models.gpt_oss.moe import swiglu as gpt_oss_swiglu
     from torchtitan.protocols.module import Module
     from torchtitan.tools import utils as tools
     from torchtitan.tools.logging import logger
@@ -105,13 +111,19 @@ __all__ = [
     "ChunkedLossWrapper",
     "CrossEntropyLoss",
     "FlexAttention",
+    "GptOssAttention",
+    "GptOssGroupedExperts",
+    "GptOssMoE",
+    "GptOssModel",
     "GroupedExperts",
     "Linear",
+    "MTPDecoder",
     "MoE",
     "Module",
     "OneDevice",
     "ParallelDims",
     "RoutedExperts",
+    "ScaledBiasRowwiseLinear",
     "ScaledDotProductAttention",
     "Trainer",
     "Validator",
@@ -125,12 +137,14 @@ __all__ = [
     "derive",
     "dist_utils",
     "fsdp",
+    "gpt_oss_swiglu",
     "has_spmd_types",
     "holders",
     "logger",
     "override",
     "show_import_errors",
     "shown_import_errors",
+    "sinks_of",
     "stock_recipe",
     "text_datasets",
     "tools",
@@ -146,6 +160,14 @@ def stock_recipe(family: str, name: str) -> Trainer.Config:
 def add_dataset(name: str, loader: Callable[[str], Any], text: Callable[[dict[str, Any]], str]) -> None:
     """Make a dataset known by name: `loader(path)` returns a `datasets.Dataset`, `text(sample)` its text."""
     text_datasets.DATASETS[name.lower()] = DatasetConfig(path=name, loader=loader, sample_processor=text)
+
+
+def sinks_of(out_transform: Callable[..., Any]) -> Tensor | None:
+    """The sinks [H] of the gpt_oss attention whose epilogue this is; None if it is another one's."""
+    owner = getattr(out_transform, "__self__", None)
+    if isinstance(owner, GptOssAttention) and out_transform == owner._apply_sinks:
+        return owner.sinks
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------------- one device

@@ -168,6 +168,7 @@ class FxparMixin(Trainer):
         model.load_engine_state({"steps": self.step - 1})  # a resumed run goes on with the step it is at
         documents: Documents = input_dict["documents"]  # on the CPU: a rank copies the tokens that it works on
         report = model.train_step(documents.sequences())
+        experts.count_tokens(model, report.experts)
         self.ntokens_seen += documents.places
         self.fxpar_report = report
         self._fxpar_reports.append(report)
@@ -265,7 +266,8 @@ def one_device(config: FxparTrainer.Config, world: int, parallelize: Callable[..
 def _overrides(config: FxparTrainer.Config) -> Iterator[str]:
     """What fxpar captures in the place of parts of the model, by torchtitan's paths."""
     if config.fxpar.override_attention:
-        yield from attention.FOR_FXPAR
+        model = config.model_spec.model
+        yield from attention.FOR_GPT_OSS if isinstance(model, titan.GptOssModel.Config) else attention.FOR_FXPAR
     if any(mixtures(config)):
         yield from experts.FOR_FXPAR
 
@@ -273,7 +275,7 @@ def _overrides(config: FxparTrainer.Config) -> Iterator[str]:
 def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Sum of the token losses of a torchtitan decoder; batch tensors are [B, T], logits [B, T, V]."""
     positions = batch["position_ids"]
-    with packed(document_ids_from_positions(positions)):
+    with packed(document_ids_from_positions(positions)), experts.without_padding(model, batch):
         logits = model(batch["input_ids"], positions=positions)
     return cross_entropy_sum(logits, batch["labels"])
 

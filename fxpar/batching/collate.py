@@ -18,7 +18,7 @@ from fxpar.errors import (
     UnreadKeyError,
     a_type,
 )
-from fxpar.ir.graph import TensorMeta
+from fxpar.ir.graph import IS_TOKEN, TensorMeta
 from fxpar.losses import IGNORE_INDEX, next_token_labels
 
 Tokens = Tensor | Mapping[str, Tensor]
@@ -180,8 +180,9 @@ def collate(sequences: Sequence[Tokens], micro: MicroBatch, keys: Collection[str
     """The sequences of `micro` as one packed row, with the `keys` that the graph asks for, each [1, T].
 
     Always there to be asked for: input_ids, labels (the next token inside of a document, -100 at its last one; or
-    those that the sequence brings), position_ids (from 0 in each document), document_ids (from 1), all int64, also
-    under the names in ALIASES. Any other key is the concatenation of what the sequences have under it.
+    those that the sequence brings), position_ids (from 0 in each document), document_ids (from 1), is_token (1, and 0
+    at what is padding later), all int64, also under the names in ALIASES. Any other key is the concatenation of what
+    the sequences have under it.
 
     Raises SequenceError, BatchKeyError (a key that a sequence lacks), UnmarkedDocumentsError (several sequences for a
     graph that asks for neither positions nor documents: attention would cross the boundary).
@@ -351,4 +352,5 @@ _MADE: dict[str, Callable[[Sequence[Columns]], Tensor]] = {
     "position_ids": _positions,
     "document_ids": _documents,
     "document_positions": lambda columns: torch.cat([_within(c) for c in columns]),
+    IS_TOKEN: lambda columns: torch.cat([c.get(IS_TOKEN, torch.ones_like(c["input_ids"])) for c in columns]),
 }

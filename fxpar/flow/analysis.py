@@ -27,7 +27,7 @@ from fxpar.flow.call import FlowCall, Question, Site
 from fxpar.flow.statements import LINEAR, MOVES, NUMBERED, POSITION_KEYS, SIZES, STATEMENTS, UNREAD, Flows
 from fxpar.flow.value import CONSTANT, Flow, row
 from fxpar.ir.dist_config import Partial, Shard
-from fxpar.ir.graph import TOKEN_NUMBERS, Input, LogicalGraph, Size, TensorMeta
+from fxpar.ir.graph import IS_TOKEN, TOKEN_NUMBERS, Input, LogicalGraph, Size, TensorMeta
 from fxpar.ir.node_meta import fqn_of, is_size, size_of, source_of, tensor_metas, tensor_of, whole_meta
 from fxpar.ops.traits import MATRIX_PRODUCTS, ask, declared, is_random
 from fxpar.rules.option import Option
@@ -49,6 +49,7 @@ PADDING: dict[str, int] = {
     "attention_mask": 0,
     "token_type_ids": 0,
     "loss_mask": 0,
+    IS_TOKEN: 0,
     TOKEN_NUMBERS: 0,
 }
 """Batch key -> what stands at padded tokens of whole numbers; in any other key, and in fractions, it is 0."""

@@ -19,7 +19,6 @@ from fxpar.flow.value import Flow
 from fxpar.ops.traits import INDEX_PUTS
 
 aten = torch.ops.aten
-own = torch.ops.fxpar
 
 # Op -> argument at whose zeros it, or its derivative, has a pole.
 _POLES: dict[Any, int] = {
@@ -33,10 +32,9 @@ _POLES: dict[Any, int] = {
     **dict.fromkeys((aten.div.Tensor, aten.div.Tensor_mode, aten.true_divide.Tensor), 1),
     **dict.fromkeys((aten.remainder.Tensor, aten.remainder.Scalar_Tensor, aten.fmod.Tensor), 1),
 }
-# Op -> argument of indices.
+# Op -> argument of indices, which count from the end below 0, or are an error; `fxpar::embedding` makes zeros of them.
 _INDICES: dict[Any, int] = {
     aten.embedding.default: 1,
-    own.embedding.default: 1,
     aten.take.default: 1,
     aten.index.Tensor: 1,
     aten._unsafe_index.Tensor: 1,

@@ -28,6 +28,7 @@ TOKEN_NUMBERS = "token_numbers"
 TOKENS = "T"  # the dim that counts tokens
 DOCUMENTS = "document_ids"  # the key of a batch that marks the documents of a row
 POSITIONS = "document_positions"  # the key of a batch that counts tokens in each document
+IS_TOKEN = "is_token"  # the key of a batch that is 1 at tokens and 0 at padding
 COUNT = ":count"  # behind the name of a metric: what it is divided by in the end
 
 InputKind = Literal["param", "buffer", "constant", "batch", "scale", "seed", "tangent", "received", "received_grad"]

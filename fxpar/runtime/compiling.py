@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
 
@@ -29,7 +29,7 @@ from fxpar.errors import (
     warn,
 )
 from fxpar.ir.collector import collector_paused
-from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.graph import IS_TOKEN, LogicalGraph
 from fxpar.ir.pass_base import GraphPass
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import Strategy
@@ -262,8 +262,8 @@ def capture_step(
     tell_unused: bool = True,
     gradients: bool = True,
 ) -> LogicalGraph:
-    """The training step on `example`; by default on token ids and labels, and on positions if model or loss ask.
-    `gradients` as in `capture`.
+"""The training step on `example`; by default on token ids and labels, and on positions if model or loss ask, and
+    `is_token` if the loss does. `gradients` as in `capture`.
 
     A model that makes its own positions is left to: they need not begin at 0.
     """
@@ -273,17 +273,15 @@ def capture_step(
     known = inspect.signature(module.forward).parameters
     positional = [name for name, one in known.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
     given = known.get("position_ids")
-    positions, tokens = given is not None and given.default is given.empty, EXAMPLE_TOKENS
+    asked, tokens = {"position_ids"} if given is not None and given.default is given.empty else set(), EXAMPLE_TOKENS
     while True:
-        batch = example_batch(tokens)
-        if not positions:
-            del batch["position_ids"]
+        batch = example_batch(tokens, asked)
         try:
             return capture(module, loss, batch, **options)
         except MissingInputError as error:
-            if error.key != "position_ids":
+            if error.key not in _IF_ASKED:
                 raise ExampleNeededError(error.key, batch) from error
-            positions = True  # the loss function reads them
+            asked.add(error.key)  # the loss function reads it
         except PositionTableError as error:
             tokens = error.rows
         except (LossError, MeanLossError, MetricError, DataDependentError, KeyError):  # in the code, whatever is given
@@ -323,10 +321,11 @@ def strategy_names(strategies: Sequence[Strategy]) -> list[str]:
     return names
 
 
-def example_batch(tokens: int) -> dict[str, Tensor]:
-    """One sequence; only shapes and dtypes are read."""
-    return collate([torch.zeros(tokens, dtype=torch.int64)], MicroBatch((0,), tokens), _KEYS)
+def example_batch(tokens: int, asked: Collection[str]) -> dict[str, Tensor]:
+    """One sequence, with the keys that are asked for beside ids and labels; only shapes and dtypes are read."""
+    keys = ("input_ids", "labels", *(key for key in _IF_ASKED if key in asked))
+    return collate([torch.zeros(tokens, dtype=torch.int64)], MicroBatch((0,), tokens), keys)
 
 
-_KEYS = ("input_ids", "labels", "position_ids")
+_IF_ASKED = ("position_ids", IS_TOKEN)
 EXAMPLE_TOKENS = 61  # a length that is no width of a model

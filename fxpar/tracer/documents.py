@@ -102,6 +102,11 @@ def packed(document_ids: Tensor) -> Iterator[None]:
         _PACKED.reset(token)
 
 
+def surrounding_documents() -> Tensor | None:
+    """The ids that the surrounding `packed` block names; None outside of one."""
+    return _PACKED.get()
+
+
 @contextmanager
 def without_documents() -> Iterator[None]:
     """Inside the block no surrounding `packed` holds, for a forward that is captured on its own.

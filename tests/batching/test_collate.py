@@ -34,6 +34,9 @@ def test_three_sequences_in_the_order_of_packing():
     assert row["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0]]
     assert row["document_ids"].tolist() == [[1, 1, 2, 2, 2, 3]]
     assert all(value.dtype == torch.int64 for value in row.values())
+    assert collate(sequences, micro(2, 1), ["is_token", "positions"])["is_token"].tolist() == [[1, 1, 1]]
+    given = {"input_ids": torch.tensor([7, 8]), "is_token": torch.tensor([1, 0])}
+    assert collate([given], micro(0), ["is_token"])["is_token"].tolist() == [[1, 0]]
 
 
 def test_only_what_is_asked_for():

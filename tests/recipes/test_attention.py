@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import and_masks, create_block_mask
 from torchtitan.config.override import apply_overrides
 from torchtitan.models.common.attention import (
     get_causal_mask_mod,
     get_document_mask_mod,
     get_efficient_causal_mask_mod_for_packed_document,
+    get_sliding_window_mask_mod,
 )
 from torchtitan.protocols.sharding import ShardingConfig
 
@@ -109,11 +111,23 @@ def test_fxpar_attention_takes_the_documents_of_packed(heads, kv_heads, scale):
     assert_same_with_gradients(found, expected, (q, k, v))
 
 
-def test_a_window_that_would_cross_documents_is_refused():
+def test_windows_and_sinks_of_gpt_oss():
+    """Of the documents of `packed`, as torchtitan's own attention with the mask of its layer."""
     positions = positions_of([[5, 7], [3, 9]])
-    q, k, v = operands(*positions.shape, 4, 2)
-    with packed(document_ids_from_positions(positions)), pytest.raises(UnsupportedRecipeError, match="has a window"):
-        FxparAttention.Config(window=3).build()(q, k, v)
+    given = titan.stock_recipe("gpt_oss", "gpt_oss_debugmodel_flex").model_spec.model.layers[0].attention
+    ours = attention.gpt_oss(replace(given, sliding_window_size=3)).inner_attention.build()
+    assert ours.window == 3
+    owner = titan.GptOssAttention.__new__(titan.GptOssAttention)
+    nn.Module.__init__(owner)
+    owner.sinks = nn.Parameter(torch.randn(4, dtype=torch.float64))
+    inputs = (*operands(*positions.shape, 4, 2), owner.sinks)
+    with packed(document_ids_from_positions(positions)):
+        found = ours(*inputs[:3], scale=0.3, out_transform=owner._apply_sinks)
+    mods = and_masks(get_causal_mask_mod(), get_document_mask_mod(positions), get_sliding_window_mask_mod(3))
+    mask = create_block_mask(mods, *positions.shape[:1], None, *positions.shape[1:] * 2, device="cpu")
+    dense = DenseAttention.Config().build()
+    expected = dense(*inputs[:3], attention_masks=mask, scale=0.3, out_transform=owner._apply_sinks)
+    assert_same_with_gradients(found, expected, inputs)
 
 
 def block_mask(positions: Tensor, mask_mod: Any) -> Any:
@@ -164,7 +178,7 @@ def test_more_than_a_causal_softmax_is_refused(unsupported, said):
     with pytest.raises(UnsupportedRecipeError) as error:
         FxparAttention.Config().build()(q, k, v, attention_masks=None, **unsupported)
     assert said in str(error.value)
-    if "is_causal" not in unsupported:  # of ScaledDotProductAttention only
+    if "score_mod" in unsupported:
         mask = block_mask(positions, get_document_mask_mod)
         with pytest.raises(UnsupportedRecipeError) as error:
             DenseAttention.Config().build()(q, k, v, attention_masks=mask, **unsupported)

@@ -86,23 +86,49 @@ def with_torchft() -> Any:
     return SimpleNamespace(fault_tolerance=object(), **{f.name: getattr(config, f.name) for f in fields(config)})
 
 
+class OtherExperts(titan.GroupedExperts):
+    """As converters to other formats put them into a model."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(titan.GroupedExperts.Config):
+        pass
+
+
+def other_experts() -> Any:
+    config = titan.stock_recipe("qwen3", "qwen3_moe_debug")
+    routed = config.model_spec.model.layers[0].moe.routed_experts
+    routed.inner_experts = titan.derive(routed.inner_experts, OtherExperts.Config)
+    return config
+
+
+def balanced(**changes: Any) -> Any:
+    """A model whose router's bias is moved by tokens per expert, and what they cannot be counted under."""
+    config = titan.stock_recipe("qwen3", "qwen3_moe_debug")
+    return SimpleNamespace(**{f.name: getattr(config, f.name) for f in fields(config)} | changes)
+
+
 CASES = {  # how it is set, and what the error says of the option, of why, and of what to set
-    "moe": (
-        lambda: titan.stock_recipe("qwen3", "qwen3_moe_debug"),
-        "model_spec (MoE): layers.0.moe.load_balance_coeff is 0.001, and fxpar does not count tokens per "
-        "expert. Set it to None in every layer",
+    "compiled counts": (
+        lambda: balanced(compile=CompileConfig(enable=True, components=["model"])),
+        "model_spec (MoE): layers.0.moe.load_balance_coeff is 0.001, and tokens per expert are not counted in compiled "
+        "programs (compile.enable). Leave that out, or set the coefficient to None in every layer",
     ),
-    "gpt_oss": (
-        lambda: titan.stock_recipe("gpt_oss", "gpt_oss_debugmodel"),
-        "model_spec (MoE): layers.0.moe has a GptOssMoE. Use a model with plain GroupedExperts",
+    "compressed counts": (
+        lambda: balanced(fxpar=FxparConfig(strategies={64: "dp2", 2048: "dp2[layers.1: +lsh(0.2)]"})),
+        "model_spec (MoE): layers.0.moe.load_balance_coeff is 0.001, and tokens per expert are not counted under "
+        "dp2[layers.1: +lsh(0.2)], where experts see means of them. Leave that out",
+    ),
+    "experts": (
+        other_experts,
+        "model_spec (MoE): layers.0.moe has a OtherExperts. Use a model with plain GroupedExperts",
     ),
     "balanced": (
         changed("debug", moe_force_load_balance=True),
         "debug.moe_force_load_balance: it is set. Unset it",
     ),
-    "deepseek": (
-        lambda: titan.stock_recipe("deepseek_v3", "deepseek_v3_debugmodel"),
-        "model_spec: deepseek_v3 has a forward of its own. Use a model such as llama3 or qwen3",
+    "mtp": (
+        lambda: titan.stock_recipe("deepseek_v3", "deepseek_v3_debugmodel_mtp"),
+        "model_spec: deepseek_v3 has mtp_layers, which predict tokens after the next one. Use a model such as",
     ),
     "masks": (other_masks, "model_spec: llama3 has a get_attention_masks of its own. Use a model such as llama3"),
     "no decoder": (
@@ -186,6 +212,10 @@ def test_all_that_is_wrong_is_found():
         ("qwen3", "qwen3_debugmodel_non_fused_qkv"),
         ("qwen3", "qwen3_0_6b"),
         ("qwen3", "qwen3_32b"),
+        ("qwen3", "qwen3_moe_debug"),
+        ("deepseek_v3", "deepseek_v3_debugmodel"),
+        ("gpt_oss", "gpt_oss_debugmodel"),
+        ("gpt_oss", "gpt_oss_debugmodel_flex"),
     ],
 )
 def test_recipes_that_pass(family, name):
@@ -193,7 +223,7 @@ def test_recipes_that_pass(family, name):
 
 
 def test_a_mixture_of_experts_without_a_bias_that_is_moved():
-    config = titan.stock_recipe("qwen3", "qwen3_moe_debug")
+    config = balanced(compile=CompileConfig(enable=True, components=["model"]))
     for _, moe in mixtures(config):
         moe.load_balance_coeff = None
     assert list(refusals(config)) == []

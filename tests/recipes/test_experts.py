@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,15 +14,22 @@ from torchtitan.models.common.config_utils import make_moe_config, make_routed_e
 from torchtitan.models.common.feed_forward import FeedForward
 
 from fxpar import losses
+from fxpar.batching import MicroBatch
+from fxpar.checking import assign, run_world
+from fxpar.ir.graph import IS_TOKEN
+from fxpar.lowering import lower
+from fxpar.passes.pack_documents import pack_documents
 from fxpar.recipes import torchtitan_api as titan
-from fxpar.recipes.experts import FOR_FXPAR, FxparMoE, moe
-from tests.captured import take, tokens
+from fxpar.recipes.experts import FOR_FXPAR, FxparMoE, count_tokens, gpt_oss_moe, moe, without_padding
+from fxpar.runtime.micro import row_of
+from fxpar.runtime.report import ExpertLoad
+from tests.captured import Captured, take, tokens
 
 D, F, E, K = 16, 24, 4, 2
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")  # torchtitan's router asks for float32
 
 
-def config(**routing: Any) -> titan.MoE.Config:
+def config(coeff: float | None = None, **routing: Any) -> titan.MoE.Config:
     """Sigmoid scores, top-2 of 4 experts and one that all tokens share, unless `routing` says otherwise."""
     normal = partial(nn.init.normal_, std=0.3)
     linear = partial(titan.Linear.Config, bias=False, param_init={"weight": normal})
@@ -40,7 +49,25 @@ def config(**routing: Any) -> titan.MoE.Config:
             w2=linear(in_features=F, out_features=D),
             w3=linear(in_features=D, out_features=F),
         ),
-        load_balance_coeff=None,
+        load_balance_coeff=coeff,
+    )
+
+
+def of_gpt_oss(coeff: float | None = None) -> titan.GptOssMoE.Config:
+    """Biases behind the router and both products, top-2 of 4 experts."""
+    given = titan.stock_recipe("gpt_oss", "gpt_oss_debugmodel").model_spec.model.layers[0].moe
+    gate = replace(given.router.gate, in_features=D, out_features=E)
+    routed, kinds = given.routed_experts, {"num_experts": E, "top_k": K}
+    return replace(
+        given,
+        num_experts=E,
+        load_balance_coeff=coeff,
+        router=replace(given.router, gate=gate, **kinds),
+        routed_experts=replace(
+            routed,
+            inner_experts=replace(routed.inner_experts, dim=D, hidden_dim=F, num_experts=E),
+            token_dispatcher=replace(routed.token_dispatcher, **kinds),
+        ),
     )
 
 
@@ -63,13 +90,22 @@ class Routed(nn.Module):
         return self.head(x + self.moe(x))
 
 
-@pytest.mark.parametrize("routing", [{}, {"score_func": "softmax", "route_norm": True, "route_scale": 2.0}])
-def test_numbers_are_those_of_torchtitan(routing: dict[str, Any]) -> None:
+CASES: dict[str, tuple[titan.MoE.Config, Any]] = {
+    "plain": (config(), moe),
+    "softmax": (config(score_func="softmax", route_norm=True, route_scale=2.0), moe),
+    "gpt_oss": (of_gpt_oss(), gpt_oss_moe),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_are_those_of_torchtitan(case: str) -> None:
     """In bfloat16, in which experts compute on both sides."""
-    theirs, ours = built(config(**routing)), built(moe(config(**routing)))
+    given, replaced = CASES[case]
+    theirs, ours = built(given), built(replaced(given))
     assert type(ours) is FxparMoE
     assert {n: p.shape for n, p in ours.named_parameters()} == {n: p.shape for n, p in theirs.named_parameters()}
-    x = torch.randn(2, 9, D)
+    dtype = torch.bfloat16 if case == "gpt_oss" else torch.float32  # which stock gpt_oss does not take
+    theirs, ours, x = theirs.to(dtype), ours.to(dtype), torch.randn(2, 9, D, dtype=dtype)
     for want, got in zip(_out_and_grads(theirs, x), _out_and_grads(ours, x), strict=True):
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))
 
@@ -79,14 +115,47 @@ def _out_and_grads(module: nn.Module, x: Tensor) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out.square().sum(), list(module.parameters()))]
 
 
-def test_strategies() -> None:
-    """In float64, bfloat16 too: a check widens it."""
-    found = take(Routed(moe(config())), losses.causal_lm, tokens(31, 12, 10))
-    for strategy in ("ep2.tp2+sp", "dp2.ep2+zero3"):
-        result = found.check(strategy)
-        assert result.ok, result
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    with without_padding(model, batch):
+        return losses.causal_lm(model, {key: value for key, value in batch.items() if key != IS_TOKEN})
 
 
-def test_torchtitan_finds_the_override_by_name() -> None:
-    (path,) = FOR_FXPAR
-    assert path == f"{moe.__module__}.moe"
+@functools.cache
+def routed(gpt_oss: bool) -> tuple[Captured, Routed]:
+    """With a bias of the router, captured on rows of tokens alone."""
+    model = Routed(gpt_oss_moe(of_gpt_oss(1e-3)) if gpt_oss else moe(config(1e-3)))
+    with torch.no_grad():
+        cast(Tensor, model.moe.expert_bias_E).copy_(torch.tensor([0.1, -0.2, 0.0, 0.1]))
+    rows = [{**row, IS_TOKEN: torch.ones_like(row["input_ids"])} for row in tokens(31, 12, 10)]
+    return take(model, loss, rows), model
+
+
+@pytest.mark.parametrize(("gpt_oss", "strategy"), [(False, "ep2.tp2+sp"), (False, "dp2.ep2+zero3"), (True, "ep2")])
+def test_strategies(gpt_oss: bool, strategy: str) -> None:
+    """In float64, bfloat16 too: a check widens it. Rows of ten tokens are padded."""
+    result = routed(gpt_oss)[0].check(strategy)
+    assert result.ok, result
+
+
+def test_tokens_per_expert_are_torchtitans() -> None:
+    """Without padding, and as its optimizer's hook reads them."""
+    found, model = routed(False)
+    theirs = Routed(config(1e-3)).double()
+    theirs.load_state_dict(model.state_dict())
+    program = lower(pack_documents(found.graph), "ep2.tp2+sp")
+    documents = [{key: row[key][0] for key in ("input_ids", "labels")} for row in found.batches]
+    row = row_of(program, documents, MicroBatch((0, 1), 22, (1, 1)))
+    assert row[IS_TOKEN].tolist() == [[1] * 12 + [1] * 10 + [0] * 2]
+    ranks = run_world(program, found.params, found.buffers, [row], assign(program.strategy, 1), 1.0)
+    mixed = sum(rank["experts"]["moe"] for rank in ranks)
+    for given in found.batches:
+        theirs(given["input_ids"], given["position_ids"])
+    count_tokens(model, [ExpertLoad("moe", tuple(mixed[:E].tolist()), ())])
+    assert model.moe.tokens_per_expert_E.tolist() == theirs.moe.tokens_per_expert_E.tolist()
+    count_tokens(model, [ExpertLoad("moe", (1.0,) * E, (), wanted=(0.0, 1.0, 2.0, 2.999999))])
+    more = theirs.moe.tokens_per_expert_E + torch.tensor([0.0, 1.0, 2.0, 3.0])
+    assert model.moe.tokens_per_expert_E.tolist() == more.tolist()
+
+
+def test_torchtitan_finds_the_overrides_by_name() -> None:
+    assert (f"{moe.__module__}.moe", f"{moe.__module__}.gpt_oss_moe") == FOR_FXPAR

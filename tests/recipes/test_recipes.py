@@ -17,7 +17,7 @@ import torch
 from fxpar.cost.cluster import usual_cluster
 from fxpar.errors import UnsupportedRecipeError
 from fxpar.ir.strategy import Strategy
-from fxpar.recipes import llama3, qwen3
+from fxpar.recipes import deepseek_v3, gpt_oss, llama3, qwen3
 from fxpar.recipes import torchtitan_api as titan
 from fxpar.recipes.checks import check_recipe
 from fxpar.recipes.trainer import FxparConfig, FxparTrainer
@@ -34,8 +34,9 @@ def public(module: ModuleType) -> dict[str, Callable[[], Any]]:
     }
 
 
-RECIPES = public(llama3) | public(qwen3)
-HOT = [name for name in RECIPES if not name.endswith("debug_stock")]
+RECIPES = public(llama3) | public(qwen3) | public(deepseek_v3) | public(gpt_oss)
+STOCK = [name for name in RECIPES if name.endswith("_stock")]
+HOT = [name for name in RECIPES if name not in STOCK]
 
 
 @functools.cache
@@ -51,6 +52,12 @@ def ranks_of(name: str) -> int:
 
 def test_what_is_shipped():
     assert sorted(RECIPES) == [
+        "deepseek_v3.debug_hot_switch",
+        "deepseek_v3.debug_static",
+        "deepseek_v3.debug_stock",
+        "gpt_oss.debug_hot_switch",
+        "gpt_oss.debug_static",
+        "gpt_oss.debug_stock",
         "llama3.debug_hot_switch",
         "llama3.debug_static",
         "llama3.debug_stock",
@@ -59,6 +66,9 @@ def test_what_is_shipped():
         "llama3.llama3_8b_hot_switch",
         "llama3.llama3_8b_static",
         "qwen3.debug_hot_switch",
+        "qwen3.debug_moe_hot_switch",
+        "qwen3.debug_moe_static",
+        "qwen3.debug_moe_stock",
         "qwen3.debug_static",
         "qwen3.debug_stock",
         "qwen3.qwen3_14b_hot_switch",
@@ -100,9 +110,9 @@ def test_strategies_fit_the_ranks_and_take_every_document(name):
         assert layers >= strategy.stages
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen3"])
-def test_debug_stock_has_no_strategy(family):
-    assert built(f"{family}.debug_stock").fxpar == FxparConfig()
+@pytest.mark.parametrize("name", STOCK)
+def test_debug_stock_has_no_strategy(name):
+    assert built(name).fxpar == FxparConfig()
 
 
 @pytest.mark.parametrize("name", HOT)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fxpar
 from fxpar import losses
@@ -159,6 +159,14 @@ def test_a_key_that_the_example_lacks_is_named_with_what_to_do():
         capture_step(nn.Linear(5, 3), lambda model, batch: model(batch["pos"]), None)
     with pytest.raises(KeyError, match="position_ids"):  # of a dict of its own: no example mends that
         capture_step(nn.Linear(5, 3), lambda model, batch: {"x": batch["position_ids"]}["position_ids"], None)
+
+
+def test_a_loss_may_ask_which_tokens_are_none():
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return (model(batch["input_ids"]) * batch["is_token"][..., None] * batch["position_ids"][..., None]).sum()
+
+    found = capture_step(nn.Embedding(5, 3), loss, None)
+    assert {info.fqn for info in found.inputs if info.kind == "batch"} == {"input_ids", "position_ids", "is_token"}
 
 
 def test_a_model_of_no_text_without_example_is_told_what_to_give():
