@@ -305,7 +305,7 @@ def _print_groups(console: Console, plan: PricedSet, tokens: float) -> None:
     ]
     rows.append(("borders", "", "", "", human_seconds(plan.exposed_s), "", ""))
     rows.append(("optimizer", "", "", "", human_seconds(plan.optimizer_s), "", ""))
-    titles = ("lengths", "strategy", "micro-batch", "tokens", "seconds", "memory", "")
+    titles = ("lengths", "strategy", "token budget", "tokens", "seconds", "memory", "")
     print_table(console, titles, rows, right=(0, 2, 3, 4, 5))
 
 

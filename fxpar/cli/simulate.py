@@ -108,7 +108,7 @@ def _show(console: Console, request: SimulateRequest, found: Simulated, pricer: 
     parts = {"switches": plan.switch_s, "reductions": plan.reduce_s, "optimizer": plan.optimizer_s}
     rows += [(name, "", "", "", human_seconds(seconds), "") for name, seconds in parts.items()]
     rows.append(("mini-batch", "", "", "", human_seconds(plan.predicted_s), ""))
-    titles = ("lengths", "strategy", "micro-batch", "tokens", "seconds", "memory")
+    titles = ("lengths", "strategy", "token budget", "tokens", "seconds", "memory")
     print_table(console, titles, rows, right=(0, 2, 3, 4, 5))
     for line in _moved(plan, pricer):
         console.print(line, markup=False)
