@@ -86,7 +86,7 @@ def _galvatron(request: PlanRequest) -> GalvatronRequest:
 
 
 def _run(request: PlanRequest) -> None:
-    lengths = read_lengths(request.lengths or "", request.seed)
+    lengths = read_lengths(request.lengths or "", request.seed, request.tokenizer)
     cluster = _cluster(request)
     if request.verify is not None:
         check_verify(request.verify, cluster.world, request.source.is_file)

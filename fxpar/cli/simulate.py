@@ -28,7 +28,7 @@ def run_simulate(request: SimulateRequest) -> None:
         run_table(request)
         return
     named = [Named.parse(text) for text in request.named]
-    lengths = read_lengths(request.lengths or "", request.seed)
+    lengths = read_lengths(request.lengths or "", request.seed, request.tokenizer)
     cluster = cluster_of(request, same_ranks([one.strategy for one in named]))
     source = replace(request.source, options=request.model_options)
     with working() as status, collected_warnings([]):
