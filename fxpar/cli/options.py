@@ -96,7 +96,7 @@ Lengths = Annotated[
     str | None,
     typer.Option(
         metavar="FILE|NAME:N",
-        help="Lengths in tokens: a file (.txt, .json, .npy, .npz), commoncrawl:32768, github:N, wikipedia:N, or a "
+        help="Lengths in tokens: a file (.txt, .json, .npy, .npz), or commoncrawl:32768, github:N, wikipedia:N; or a "
         "corpus, FOLDER:N.",
         show_default=False,
     ),

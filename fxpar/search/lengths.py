@@ -89,7 +89,7 @@ def check_lengths(text: str, tokenizer: str | None) -> None:
     corpus = corpus_of(text)
     if corpus is None:
         if tokenizer is not None:
-            raise LengthsError(text, "it is no corpus, so nothing is to be counted in tokens", "Leave out --tokenizer")
+            raise LengthsError(text, "these are lengths already, in tokens", "Leave out --tokenizer")
         read_lengths(text)
         return
     if tokenizer is None:
