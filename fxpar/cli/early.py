@@ -31,9 +31,9 @@ def check_early(request: Any) -> None:
 
         ClusterSpec.from_file(request.cluster)
     if getattr(request, "lengths", None) is not None:
-        from fxpar.search.lengths import read_lengths  # with numpy
+        from fxpar.search.lengths import check_lengths  # with numpy
 
-        read_lengths(request.lengths)
+        check_lengths(request.lengths, request.tokenizer)
     if not source.model or getattr(request, "table", None):  # a command that can do without one
         return
     if source.is_plan and getattr(request, "takes_plans", False):

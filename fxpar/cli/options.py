@@ -96,9 +96,14 @@ Lengths = Annotated[
     str | None,
     typer.Option(
         metavar="FILE|NAME:N",
-        help="Lengths in tokens: a file (.txt, .json, .npy, .npz), or commoncrawl:32768, github:N, wikipedia:N.",
+        help="Lengths in tokens: a file (.txt, .json, .npy, .npz), or commoncrawl:32768, github:N, wikipedia:N; or a "
+        "corpus, FOLDER:N.",
         show_default=False,
     ),
+]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Of a corpus that --lengths names: its tokenizer.json.", show_default=False),
 ]
 TokensPerStep = Annotated[
     int | None, typer.Option(metavar="N", min=1, max=2**40, help="Tokens of a mini-batch.", show_default=False)

@@ -86,7 +86,7 @@ def _galvatron(request: PlanRequest) -> GalvatronRequest:
 
 
 def _run(request: PlanRequest) -> None:
-    lengths = read_lengths(request.lengths or "", request.seed)
+    lengths = read_lengths(request.lengths or "", request.seed, request.tokenizer)
     cluster = _cluster(request)
     if request.verify is not None:
         check_verify(request.verify, cluster.world, request.source.is_file)
@@ -305,7 +305,7 @@ def _print_groups(console: Console, plan: PricedSet, tokens: float) -> None:
     ]
     rows.append(("borders", "", "", "", human_seconds(plan.exposed_s), "", ""))
     rows.append(("optimizer", "", "", "", human_seconds(plan.optimizer_s), "", ""))
-    titles = ("lengths", "strategy", "micro-batch", "tokens", "seconds", "memory", "")
+    titles = ("lengths", "strategy", "token budget", "tokens", "seconds", "memory", "")
     print_table(console, titles, rows, right=(0, 2, 3, 4, 5))
 
 

@@ -17,12 +17,13 @@ from fxpar.cli.options import (
     Lengths,
     Offered,
     Overlap,
+    Tokenizer,
     TokensPerStep,
     check_ending,
 )
 from fxpar.cost.cluster import shipped
 
-_OF_MODEL = ("cluster", "lengths", "tokens_per_step", "max_tokens_per_step", "output", "verify")
+_OF_MODEL = ("cluster", "lengths", "tokenizer", "tokens_per_step", "max_tokens_per_step", "output", "verify")
 _OF_GALVATRON = ("profiles", "devices", "batch", "seq_len", "uniform", "micro_batches", "layers", "hidden")
 
 
@@ -37,6 +38,7 @@ class PlanRequest:
     source: Annotated[GraphSource, Offered("options world precision cache", required=False)]
     cluster: Cluster = None
     lengths: Lengths = None
+    tokenizer: Tokenizer = None
     tokens_per_step: TokensPerStep = None
     max_tokens_per_step: Annotated[
         int | None,

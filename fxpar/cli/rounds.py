@@ -18,7 +18,7 @@ from fxpar.search.lengths import read_lengths
 def run_rounds(request: RoundsRequest) -> None:
     """Plan the batches, and print or write them. Raises FxparError."""
     check_output(request.json)
-    lengths = read_lengths(request.lengths or "")
+    lengths = read_lengths(request.lengths or "", tokenizer=request.tokenizer)
     longest = request.max_length or int(lengths.max())
     batches = batches_of(lengths, request.batch_range, request.batch, longest, request.devices)
     degrees = request.team_degrees

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fxpar.cli.commands import CAPACITY, capacity_bytes
-from fxpar.cli.options import Cluster, GraphSource, Json, Lengths, Offered, complete_strategies
+from fxpar.cli.options import Cluster, GraphSource, Json, Lengths, Offered, Tokenizer, complete_strategies
 from fxpar.cli.request import cluster_name
 from fxpar.ir.strategy_text import MOST_RANKS
 
@@ -30,6 +30,7 @@ class RoundsRequest:
     source: Annotated[GraphSource, Offered("options precision cache", required=False)]
     devices: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Number of devices.")]
     lengths: Lengths = None
+    tokenizer: Tokenizer = None
     devices_per_node: Annotated[
         int,
         typer.Option(

@@ -28,7 +28,7 @@ def run_simulate(request: SimulateRequest) -> None:
         run_table(request)
         return
     named = [Named.parse(text) for text in request.named]
-    lengths = read_lengths(request.lengths or "", request.seed)
+    lengths = read_lengths(request.lengths or "", request.seed, request.tokenizer)
     cluster = cluster_of(request, same_ranks([one.strategy for one in named]))
     source = replace(request.source, options=request.model_options)
     with working() as status, collected_warnings([]):
@@ -108,7 +108,7 @@ def _show(console: Console, request: SimulateRequest, found: Simulated, pricer: 
     parts = {"switches": plan.switch_s, "reductions": plan.reduce_s, "optimizer": plan.optimizer_s}
     rows += [(name, "", "", "", human_seconds(seconds), "") for name, seconds in parts.items()]
     rows.append(("mini-batch", "", "", "", human_seconds(plan.predicted_s), ""))
-    titles = ("lengths", "strategy", "micro-batch", "tokens", "seconds", "memory")
+    titles = ("lengths", "strategy", "token budget", "tokens", "seconds", "memory")
     print_table(console, titles, rows, right=(0, 2, 3, 4, 5))
     for line in _moved(plan, pricer):
         console.print(line, markup=False)

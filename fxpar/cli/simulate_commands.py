@@ -20,6 +20,7 @@ from fxpar.cli.options import (
     Offered,
     Overlap,
     Strategies,
+    Tokenizer,
     TokensPerStep,
     complete_strategies,
     split_strategies,
@@ -29,7 +30,8 @@ from fxpar.ir.module_rules import split_outside
 
 TABLES = ("hotspa-fig8", "hotspa-table3", "hspmd-pair", "hspmd")  # of papers, each a function of `fxpar.cli.simulate`
 _ASSIGNMENT = re.compile(r"\w+=")
-_OF_MODEL = ("cluster", "lengths", "tokens_per_step", "memory", "given", "strategies", "overlap", "samples", "seed")
+_OF_LENGTHS = ("lengths", "tokenizer", "tokens_per_step", "samples", "seed")
+_OF_MODEL = ("cluster", *_OF_LENGTHS, "memory", "given", "strategies", "overlap")
 _SET_HELP = "KEY=VALUE, an option of the model; or as -s. Repeatable."
 
 
@@ -55,6 +57,7 @@ class SimulateRequest:
     strategies: Strategies = ()
     cluster: Cluster = None
     lengths: Lengths = None
+    tokenizer: Tokenizer = None
     tokens_per_step: TokensPerStep = None
     memory: DeviceMemory = None
     overlap: Overlap = False

@@ -88,10 +88,11 @@ def configured(request: TrainRequest) -> TrainConfig:
     launched = int(os.environ["WORLD_SIZE"]) if _is_rank() else None
     config = read_config(request.config, words, launched) if request.config is not None else _demo(words, launched)
     if plan is not None and request.plan is not None:
-        from fxpar.train.model import texts_of
+        from fxpar.train.model import decided_by_data, texts_of
 
+        model = config.model.name
         options = [f"{key}={text}" for key, text in texts_of(config).items()]
-        plan.check(request.plan, config.model.name, options, config.run.ranks, partial(_resolved, config.model.name))
+        plan.check(request.plan, model, options, config.run.ranks, partial(_resolved, model), decided_by_data(model))
         _check_vocabulary(request.plan, plan)
         config = config.planned()
     return config

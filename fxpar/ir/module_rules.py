@@ -149,9 +149,10 @@ def atoms(text: str, axes: Axes, rules: Sequence[ModuleRule]) -> dict[str, tuple
     for rule, layout in zip((None, *rules), layouts, strict=True):
         if math.prod(degree for _, degree in layout) != world:
             size = math.prod(degree for _, degree in layout)
-            raise StrategySyntaxError(
-                text, str(rule), f"it is of {size} ranks, a replica has {world}; give axes with the product {world}"
-            )
+            do = f"give axes with the product {world}"
+            if world == 1:
+                do = f"in front of the brackets stands what all other modules do, such as cp{size}"
+            raise StrategySyntaxError(text, str(rule), f"it is of {size} ranks, a replica has {world}; {do}")
         steps |= set(_steps(layout).values())
     ordered = sorted(steps | {world})
     for low, high in itertools.pairwise(ordered):

@@ -139,6 +139,9 @@ def parse_axes(text: str, axis_text: str) -> Axes:
         match = _AXIS.fullmatch(part)
         if not match and re.fullmatch(r"[a-z]+[0-9]+", part, re.ASCII):
             raise StrategySyntaxError(text, part, f"a degree is from 1 to {MOST_RANKS:,}")
+        if not axis_text and "[" in text:
+            why = "in front of the brackets stands what all other modules do, such as cp4[*.mlp: tp4]"
+            raise StrategySyntaxError(text, text[text.index("[") :], why)
         if not match:
             raise StrategySyntaxError(text, part, "an axis is a name and a degree, such as dp2")
         name, degree = match[1], int(match[2])

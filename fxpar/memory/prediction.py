@@ -133,7 +133,7 @@ class MemoryPrediction:
             ("staging", self.staging_bytes, "of a switch, at most; not at the same time as activations"),
             ("sums", self.sums_bytes, "of gradients inside a node, with the staging"),
             ("peak", self.peak_bytes, "what stays, and the larger of a micro-batch and a switch"),
-            ("reserved", self.reserved_bytes, "by an engine: without optimizer, staging beside a micro-batch"),
+            ("reserved", self.reserved_bytes, "by an engine: with staging, no optimizer; fxpar plan has both"),
         ]
         left_out = {"messages": not staged, "sums": not self.sums_bytes}
         left_out |= {"per token": not self.tokens, "host": not body.host_bytes}

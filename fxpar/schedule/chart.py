@@ -30,9 +30,10 @@ def chart(timeline: Timeline, *, columns: int = 160) -> str:
             ]
         lines.append(f"{f'rank {rank}':<{label}}  {''.join(cells).rstrip()}")
     peak = ", ".join(map(str, timeline.peak_saved_on_rank))
+    several = any(len({action.stage for action in done}) > 1 for done in timeline.schedule.actions)
     lines.append(
         f"{timeline.schedule}: {timeline.makespan_ms:.4g} ms, bubble {timeline.bubble_fraction:.1%}, "
-        f"most saved micro-batches by rank: {peak}"
+        f"most saved micro-batches by rank{', each of one stage' if several else ''}: {peak}"
     )
     return "\n".join(lines)
 

@@ -1,4 +1,6 @@
-"""Lengths of sequences that a plan is made for: a file, a named distribution, and the mini-batches drawn from them."""
+"""Lengths of sequences that a plan is made for: a file, a named distribution or a corpus, and the mini-batches drawn
+from them.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from fxpar.ir.written import LONGEST
 
 DRAWN = 100_000  # of a named distribution
 SAMPLES = 8  # mini-batches that a set of strategies is priced with
+CORPORA = (".jsonl", ".ndjson", ".parquet")  # files of documents; a folder is a corpus too
 _NUMBER = re.compile(r"-?[0-9]+")
 _WHOLE = f"Lengths are whole numbers of tokens, from 1 to {LONGEST:,}"
 
@@ -44,12 +47,17 @@ NAMED = {
 }
 
 
-def read_lengths(text: str, seed: int = 0) -> np.ndarray:
-    """Lengths [N] in tokens that `text` names: `commoncrawl:32768` (a distribution of NAMED, cut at so many tokens), or
-    a file: .txt with a length per line, .json with a list, .npy, or .npz with an array `lengths`.
+def read_lengths(text: str, seed: int = 0, tokenizer: str | None = None) -> np.ndarray:
+    """Lengths [N] in tokens that `text` names: `commoncrawl:32768` (a distribution of NAMED, cut at so many tokens),
+    a file (.txt with a length per line, .json with a list, .npy, or .npz with an array `lengths`), or a corpus as
+    `fxpar train` reads it, `corpus/:32768`, whose longer documents are split and whose `tokenizer` is a file.
 
-    Raises LengthsError for a file that cannot be read, is empty, or has anything but whole numbers from 1 on.
+    Raises LengthsError for a file that cannot be read, is empty, or has anything but whole numbers from 1 on; for a
+    corpus what `check_lengths` and `fxpar.data` raise.
     """
+    corpus = corpus_of(text)
+    if corpus is not None:
+        return _of_documents(text, *corpus, tokenizer)
     name, colon, longest = text.partition(":")
     is_file = len(text) < 4096 and os.path.isfile(text)
     if name in NAMED and not is_file:
@@ -61,9 +69,45 @@ def read_lengths(text: str, seed: int = 0) -> np.ndarray:
         hint = nearest(name, NAMED)
         known = ", ".join(f"{one}:LONGEST" for one in NAMED)
         raise LengthsError(
-            text, f"this is not a file{hint}", f"Name a file of lengths (.txt, .json, .npy, .npz), or {known}"
+            text, f"this is not a file{hint}", f"Name a file of lengths (.txt, .json, .npy, .npz), a corpus, or {known}"
         )
     return _checked(text, _values(text))
+
+
+def corpus_of(text: str) -> tuple[str, int] | None:
+    """The corpus that `text` names, PATH or PATH:LONGEST, and the most tokens of a sequence; None for anything else."""
+    path, colon, longest = text.rpartition(":")
+    if not (colon and longest.isascii() and longest.isdigit() and len(longest) < 20):
+        path, longest = text, str(LONGEST)
+    found = os.path.expanduser(path)
+    is_file = path.lower().endswith(CORPORA) and os.path.isfile(found)
+    return (path, int(longest)) if is_file or os.path.isdir(found) else None
+
+
+def check_lengths(text: str, tokenizer: str | None) -> None:
+    """What can be said of lengths before documents are read. Raises LengthsError."""
+    corpus = corpus_of(text)
+    if corpus is None:
+        if tokenizer is not None:
+            raise LengthsError(text, "these are lengths already, in tokens", "Leave out --tokenizer")
+        read_lengths(text)
+        return
+    if tokenizer is None:
+        do = "Name its tokenizer.json with --tokenizer; fxpar train leaves one beside its checkpoints"
+        raise LengthsError(text, "it is a corpus, and nobody says how its documents become tokens", do)
+    if not 2 <= corpus[1] <= LONGEST:
+        raise LengthsError(text, f"{corpus[1]} tokens are no sequence", f"Write from 2 to {LONGEST:,}")
+
+
+def _of_documents(text: str, source: str, longest: int, tokenizer: str | None) -> np.ndarray:
+    """As a run cuts them whose `data.overlong` is its default."""
+    from fxpar import data  # with torch
+    from fxpar.data.cut import cut
+
+    check_lengths(text, tokenizer)
+    assert tokenizer is not None
+    tokens = data.prepare(data.open_corpus(source), data.load_tokenizer(tokenizer))
+    return cut(tokens, longest, "split").lengths.astype(np.int64)
 
 
 def as_lengths(given: object) -> np.ndarray:

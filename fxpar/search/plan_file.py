@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from os import PathLike
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from fxpar.errors import FxparError, PlanFileError, nearest
+from fxpar.ir.strategy import Strategy
 from fxpar.ir.teams import formations
 from fxpar.ir.written import LONGEST, brief, read
 
@@ -79,27 +80,32 @@ class Plan:
         self._check_world(path, world)
 
     def check(
-        self, path: str, model: str, options: Sequence[str], world: int | None, resolved: Resolved | None = None
+        self,
+        path: str,
+        model: str,
+        options: Sequence[str],
+        world: int | None,
+        resolved: Resolved | None = None,
+        decided: Collection[str] = (),
     ) -> None:
-        """Raise PlanFileError if it is for another model or another number of ranks (None: any). A run may leave out
-        options that the plan names, such as a vocabulary that its tokenizer says. Options that are written otherwise
-        are compared as `resolved` has them, by name from those that are given.
+        """Raise PlanFileError if it is for another model or another number of ranks (None: any). Options that are
+        written otherwise are compared as `resolved` has them, defaults included. Those that the data of a run decides
+        where it names none (`decided`, such as a vocabulary) may stand in the plan alone.
         """
-        if model != self.model or not self._covers(options, resolved):
+        if model != self.model or not self._covers(options, resolved, decided):
             mine, theirs = " ".join([self.model, *self.options]), " ".join([model, *options])
             words = " ".join([model, *(f"--set {option}" for option in options)])
-            raise PlanFileError(path, f"it is for the model {mine}, not {theirs}", f"Make one with: fxpar plan {words}")
+            do = f"Make one with: fxpar plan {words}; or give the model the options of the plan"
+            raise PlanFileError(path, f"it is for the model {mine}, not {theirs}", do)
         self._check_world(path, world)
 
-    def _covers(self, options: Sequence[str], resolved: Resolved | None) -> bool:
-        """Whether all of these options are as in the plan, by their texts or by what they come to."""
-        others = set(options) - set(self.options)
-        if not others or resolved is None:
-            return not others
-        mine, theirs = resolved(self.options), resolved(options)
-        keys = {key for key in theirs if theirs[key] != mine.get(key)}
-        left_out = {one.partition("=")[0] for one in self.options} - {one.partition("=")[0] for one in options}
-        return keys <= left_out
+    def _covers(self, options: Sequence[str], resolved: Resolved | None, decided: Collection[str]) -> bool:
+        """Whether these options are those of the plan, by their texts or by what they come to."""
+        named = {_key(one) for one in options}
+        options = [*options, *(one for one in self.options if _key(one) in decided and _key(one) not in named)]
+        if set(options) == set(self.options):
+            return True
+        return resolved is not None and resolved(self.options) == resolved(options)
 
     def _check_world(self, path: str, world: int | None) -> None:
         if world not in (None, self.world):
@@ -171,12 +177,12 @@ def parse_plan(text: str, path: str) -> Plan:
 def _check_options(path: str, options: Sequence[str]) -> None:
     seen: dict[str, str] = {}
     for one in options:
-        key, equals, _ = one.partition("=")
-        if not equals or not key.strip():
+        key = _key(one)
+        if "=" not in one or not key:
             raise PlanFileError(path, f"options: {one!r} is not an assignment", 'Write "key=value", such as "layers=4"')
-        if key.strip() in seen:
-            raise PlanFileError(path, f"options: {seen[key.strip()]!r} and {one!r} set the same option", "Keep one")
-        seen[key.strip()] = one
+        if key in seen:
+            raise PlanFileError(path, f"options: {seen[key]!r} and {one!r} set the same option", "Keep one")
+        seen[key] = one
 
 
 def _check_tokens(path: str, key: str, value: int, most: int) -> None:
@@ -188,22 +194,37 @@ def _check_groups(path: str, plan: Plan) -> None:
     limits = [group.limit for group in plan.groups]
     if limits != sorted(set(limits)) or limits[0] < 1:
         raise PlanFileError(path, f"limits are {', '.join(map(str, limits))}", "They ascend, from 1 on")
+    found: list[tuple[str, Strategy]] = []
     for number, group in enumerate(plan.groups, 1):
         where = _group(number, group.limit)
         _check_tokens(path, f"{where}limit", group.limit, LONGEST)
         _check_tokens(path, f"{where}token_budget", group.token_budget, MOST_TOKENS)
         try:
-            formations(group.strategy)[0].check_world(plan.world)
+            found.append((where, formations(group.strategy)[0]))
         except FxparError as error:
             raise PlanFileError(path, f"{where}{error}") from error
         if group.token_budget < group.limit:
             why = f"token_budget = {group.token_budget} holds no sequence of {group.limit} tokens"
             raise PlanFileError(path, f"{where}{why}")
+    worlds = {strategy.world for _, strategy in found}
+    if len(worlds) == 1 and plan.world not in worlds:
+        why = f"world = {plan.world}, and all of its strategies are for {min(worlds)}"
+        raise PlanFileError(path, why, "Plan for as many as you have")
+    for where, strategy in found:
+        try:
+            strategy.check_world(plan.world)
+        except FxparError as error:
+            raise PlanFileError(path, f"{where}{error}") from error
 
 
 def _group(number: int, limit: Any) -> str:
     """Names a group in errors: by its place, and by its limit if that is one."""
     return f"group {number} (limit {limit}): " if isinstance(limit, int) else f"group {number}: "
+
+
+def _key(option: str) -> str:
+    """What `key=value` sets."""
+    return option.partition("=")[0].strip()
 
 
 def _fields(cls: type) -> list[str]:

@@ -58,21 +58,23 @@ def shapes_for(config: TrainConfig, vocab_size: int, options: Mapping[str, Any])
     return loaded
 
 
+def decided_by_data(name: str) -> tuple[str, ...]:
+    """The options for the number of tokens and of positions ("" where there is none) that a run gives this MODEL where
+    it names none. Nothing of models from a folder or of a function.
+    """
+    kind = "hf" if name.startswith("hf:") else name
+    return () if folder_of(name) is not None else _OPTIONS.get(kind, ())
+
+
 def _loaded(config: TrainConfig, vocab_size: int, device: str) -> LoadedModel:
     """With the options that the data decides, unless the user does."""
     name = config.model.name
     options = texts_of(config)
-    if folder_of(name) is not None:
-        return _load(config, options, {}, device)
-    kind = "hf" if name.startswith("hf:") else name
-    automatic: dict[str, str] = {}
-    if ":" not in name or kind == "hf":
-        if kind not in _OPTIONS and kind in ("vit", "mlp"):
-            raise TextModelError(name, "takes no tokens; train llama, gpt, hf:TYPE or a function of your own")
-        vocab_key, positions_key = _OPTIONS.get(kind, ("", ""))
-        rounded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        wanted = {vocab_key: str(rounded), positions_key: str(config.max_length)}
-        automatic = {key: value for key, value in wanted.items() if key and key not in options}
+    if name in ("vit", "mlp"):
+        raise TextModelError(name, "takes no tokens; train llama, gpt, hf:TYPE or a function of your own")
+    rounded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    wanted = zip(decided_by_data(name), (rounded, config.max_length), strict=False)
+    automatic = {key: str(value) for key, value in wanted if key and key not in options}
     return _load(config, options, automatic, device)
 
 

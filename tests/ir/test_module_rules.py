@@ -138,7 +138,8 @@ def test_two_rules_for_one_module():
     ("text", "why"),
     [
         ("tp4[*.mlp: cp3]", "of 3 ranks, a replica has 4; give axes with the product 4"),
-        ("dp4[*.mlp: cp2]", "of 2 ranks, a replica has 1"),
+        ("dp4[*.mlp: cp2]", "of 2 ranks, a replica has 1; in front of the brackets stands what all other modules do"),
+        ("[*.mlp: tp4]", "what all other modules do, such as cp4[*.mlp: tp4] (at '[*.mlp: tp4]')"),
         ("tp6[*.a: cp2.tp3; *.b: cp3.tp2]", "degrees do not factor: ranks in runs of 2 do not fit in runs of 3"),
         ("tp2[*.mlp dp2]", "a rule is a glob of modules, ':' and roles"),
         ("tp2[*.mlp:]", "a rule is a glob of modules, ':' and roles"),

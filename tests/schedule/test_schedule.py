@@ -243,7 +243,8 @@ def test_chart_of_interleaved():
         """\
 rank 0  F0a F1a F0b F1b ........B0b==== ....B1b==== B0a==== B1a====
 rank 1  ....F0a F1a F0b B0b==== F1b B1b==== B0a==== B1a==== ........
-interleaved_1f1b (2 ranks x 2 chunks, 2 micro-batches): 15 ms, bubble 20.0%, most saved micro-batches by rank: 4, 3""",
+interleaved_1f1b (2 ranks x 2 chunks, 2 micro-batches): 15 ms, bubble 20.0%, \
+most saved micro-batches by rank, each of one stage: 4, 3""",
     )
 
 

@@ -7,9 +7,10 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 
-from fxpar.errors import LengthsError
-from fxpar.search.lengths import NAMED, length_edges, mini_batches, read_lengths
+from fxpar.errors import LengthsError, TokenizerError
+from fxpar.search.lengths import NAMED, check_lengths, length_edges, mini_batches, read_lengths
 
 
 def test_files_of_all_kinds_hold_the_same(tmp_path):
@@ -20,6 +21,31 @@ def test_files_of_all_kinds_hold_the_same(tmp_path):
     np.savez(tmp_path / "a.npz", lengths=np.array(lengths))
     for name in ("a.txt", "a.json", "a.npy", "a.npz"):
         assert read_lengths(str(tmp_path / name)).tolist() == lengths
+
+
+def test_a_corpus_is_cut_as_training_cuts_it(tmp_path):
+    """Documents of 7, 3 and 1 words: what is longer is split, a piece of one token has nothing to predict."""
+    folder, tokenizer = tmp_path / "corpus", tmp_path / "tokenizer.json"
+    folder.mkdir()
+    for name, words in (("a", "a b a b a b a"), ("b", "b a b"), ("c", "a")):
+        (folder / f"{name}.txt").write_text(words)
+    model = tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?")
+    split = tokenizers.Tokenizer(model)
+    split.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    split.save(str(tokenizer))
+    for text, lengths in ((f"{folder}", [3, 7]), (f"{folder}:4", [3, 3, 4]), (f"{folder}/:2", [2, 2, 2, 2])):
+        assert sorted(read_lengths(text, tokenizer=str(tokenizer))) == lengths
+    (tmp_path / "a.jsonl").write_text('{"text": "a b"}\n')
+    assert read_lengths(f"{tmp_path / 'a.jsonl'}:8", tokenizer=str(tokenizer)).tolist() == [2]
+    for text, given, why in (
+        (f"{folder}:4", None, "is a corpus, and nobody says how its documents become tokens. Name its tokenizer"),
+        (f"{folder}:1", str(tokenizer), "1 tokens are no sequence"),
+        ("github:64", str(tokenizer), "these are lengths already, in tokens. Leave out --tokenizer"),
+    ):
+        with pytest.raises(LengthsError, match=why):
+            check_lengths(text, given)
+    with pytest.raises(TokenizerError):
+        read_lengths(str(folder), tokenizer=str(tmp_path / "none.json"))
 
 
 @pytest.mark.parametrize(

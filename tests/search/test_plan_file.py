@@ -58,7 +58,8 @@ def test_texts_survive(model, options):
         ("world = 4", "wrold = 4", "key 'wrold' is unknown; did you mean 'world'"),
         ("world = 4\n", "", "world is missing"),
         ("world = 4", 'world = "4"', "world = '4' must be a whole number"),
-        ("world = 4", "world = 8", r"group 1 \(limit 512\): strategy 'dp4' needs 4 ranks"),
+        ("world = 4", "world = 8", "world = 8, and all of its strategies are for 4. Plan for as many as you have"),
+        ('strategy = "dp4"', 'strategy = "dp2"', r"group 1 \(limit 512\): strategy 'dp2' needs 2 ranks"),
         ("limit = 512", "limit = 5000", "limits are 5000, 4096"),
         ("limit = 512\n", "", "group 1: limit is missing"),
         (
@@ -107,7 +108,9 @@ def test_another_model_or_world_is_refused():
     PLAN.check("p", "llama", ["layers=4"], None)
     with pytest.raises(PlanFileError, match="for the model llama layers=4, not gpt layers=4"):
         PLAN.check("p", "gpt", ["layers=4"], 4)
-    PLAN.check("p", "llama", [], 4)  # a tokenizer may say what an option of the plan says
+    PLAN.check("p", "llama", [], 4, decided=["layers"])  # data may decide what the plan has to say
+    with pytest.raises(PlanFileError, match=r"for the model llama layers=4, not llama\. Make one"):
+        PLAN.check("p", "llama", [], 4)
     with pytest.raises(PlanFileError, match="for the model llama layers=4, not llama layers=3"):
         PLAN.check("p", "llama", ["layers=3"], 4)
     with pytest.raises(PlanFileError, match="for 4 ranks, not 8"):
@@ -119,7 +122,9 @@ def test_another_model_or_world_is_refused():
     [
         (["layers=4", "heads=4"], True),  # the default
         (["layers=4", "theta=1e4", "tied=false"], True),
-        (["eps=0.00001"], True),  # its layers are left out
+        (["eps=0.00001"], False),  # its layers are left out, and the default is another number
+        (["layers=4", "vocab=131"], True),  # decided by data, and named: the default
+        (["layers=4", "vocab=132"], False),
         (["layers=4", "heads=8"], False),
         (["layers= 3"], False),
     ],
@@ -129,7 +134,7 @@ def test_options_are_compared_as_what_they_come_to(options, fits):
         return resolved_options("llama", parse_assignments(given))
 
     with nullcontext() if fits else pytest.raises(PlanFileError, match="for the model llama layers=4, not llama"):
-        PLAN.check("p", "llama", options, 4, resolved)
+        PLAN.check("p", "llama", options, 4, resolved, ["vocab"])
 
 
 def test_options_of_other_loaders_are_compared_as_values():
