@@ -28,7 +28,6 @@ import numpy as np
 from fxpar.errors import NoCandidateError, SequenceFitsNowhereError
 from fxpar.ir.collector import collector_paused
 from fxpar.ir.strategy import Strategy, of_degrees
-from fxpar.search.blends import Between
 from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
 from fxpar.search.chunked import ChunkSearch
 from fxpar.search.ideal import Kernels, ideal_seconds
@@ -37,18 +36,17 @@ from fxpar.search.lengths import length_edges
 from fxpar.search.price import Lower, Priced, optimizer_s
 from fxpar.search.pricing import PricedSet, SetPricer, different, guessed_border_s
 from fxpar.search.problem import Found, Problem
-from fxpar.search.proposals import Chosen
 from fxpar.search.rounds import Rounds, best_rounds
 from fxpar.search.ruled import RuleSearch
 from fxpar.search.sets import Groups, RankedSet, ranked_sets
-from fxpar.search.space import FASTER_SCHEDULE, SAVINGS, also_tried, rescheduled, with_savings, without_stages
+from fxpar.search.space import FASTER_SCHEDULE, SAVINGS, rescheduled, with_savings
 from fxpar.search.staged import StagedGuess
 from fxpar.search.switching import Outlines
 from fxpar.search.teams import Teams, pairs, without_teams
+from fxpar.search.variants import Variants
 
 PLANNED = 48  # sets that are planned at most
 GUESSES = (StagedGuess, Teams)  # nothing was lowered for them
-SHARES = (0.25, 0.5, 0.75)  # of activations, on the host
 CLOSE = 0.01  # by so much a set may be slower than it was ranked
 
 
@@ -96,6 +94,7 @@ class _Search:
             switches=self.known.switches,
         )
         self.chunked = ChunkSearch(self.known, self.pricer, problem.longest, self.said)
+        self.variants = Variants(self.known, self.pricer, self.said)
 
     # ------------------------------------------------------------------------------------------------ candidates
     def lower_all(self) -> None:
@@ -120,7 +119,7 @@ class _Search:
         if strategy is None:
             return more
         with collector_paused():
-            one = self._guessed(strategy) or self.known.candidate(strategy, self.said)
+            one = self.known.guessed(strategy, self.said) or self.known.candidate(strategy, self.said)
             if one is None:
                 return more if shape.chunks > 1 else None
             budgets = self.pricer.budgets(one, self.intervals.edges)
@@ -134,13 +133,6 @@ class _Search:
             return None
         chunks = self.chunked.chunks(strategy) if shape.chunks == 1 else 1
         return (replace(shape, chunks=chunks), level) if chunks > 1 else more
-
-    def _guessed(self, strategy: Strategy) -> StagedGuess | None:
-        """For a pipeline, from the same strategy without stages, if that can be priced from two samples."""
-        if strategy.pipeline_size == 1 or len(self.problem.depth.samples(1)) == 1:
-            return None
-        flat = self.known.candidate(without_stages(strategy), self.said)
-        return None if flat is None else StagedGuess(strategy, self.problem.cluster, self.known.anchors, flat)
 
     def _may_help(self, shape: Strategy) -> bool:
         """Whether a shape that saves memory could be fastest for some lengths of some mini-batch: at best it is as fast
@@ -260,61 +252,17 @@ class _Search:
     def _refined(self, groups: Groups, rules: bool) -> PricedSet:
         """A settled set, under a faster schedule and with rules where that takes less time."""
         settled, chosen = self.settled[groups], self._lowered(groups)
-        best = self._best_variants(chosen, settled)
+        best = self.variants.best(chosen, settled)
         self.uniform_s = min(self.uniform_s, best.predicted_s)
         if not (rules and self.problem.rules):
             return best
         ruled, chosen = self.rules.better(chosen, settled)
-        return min(best, best if ruled is settled else self._best_variants(chosen, ruled), key=_seconds)
+        return min(best, best if ruled is settled else self.variants.best(chosen, ruled), key=_seconds)
 
     @cached_property
     def rules(self) -> RuleSearch:
         alone = [one for one in self.candidates if not one.strategy.teams]
         return RuleSearch(self.known, self.pricer, alone, self.said)
-
-    def _best_variants(self, chosen: Chosen, best: PricedSet) -> PricedSet:
-        """A settled set, with variants of its strategies where these take less time with the memory that they need."""
-        beside = self.pricer.cluster.sustained.overlap_slowdown is not None
-        for strategy in dict.fromkeys(one.strategy for _, one in chosen):
-            settled = chosen
-            for other in (self.known.candidate(text, self.said) for text in also_tried(strategy, beside)):
-                if other is None:
-                    continue
-                share = self._best_share(strategy, other, settled, best.predicted_s)
-                for variant in filter(None, (other, share)):
-                    tried = _with(variant, strategy, settled)
-                    if self.pricer.at_best_s(tried) >= best.predicted_s:
-                        continue  # what it needs takes long to find
-                    # As it is guessed first: what it holds takes longer to find than what it takes.
-                    for settle in (False, True):
-                        priced = self.pricer.price(tried, settle)
-                        if priced is None or priced.predicted_s >= best.predicted_s:
-                            break
-                    else:
-                        best, chosen = priced, tried
-        return best
-
-    def _best_share(self, strategy: Strategy, other: Priced, chosen: Chosen, must_s: float) -> Priced | None:
-        """Of a strategy that keeps all activations on the host: with the share that takes least in place of `strategy`,
-        on the line between none and all; None if that is one of these, or if none could take less than `must_s`.
-        """
-        none = self.known.candidate(replace(other.strategy, offload=0.0), self.said) if other.strategy.offload else None
-        if none is None:
-            return None
-
-        def tried(share: float) -> list[tuple[int, Priced]]:
-            guess = Between(replace(other.strategy, offload=share), other.cluster, other.anchors, none, other, share)
-            return _with(guess, strategy, chosen)
-
-        if all(self.pricer.at_best_s(tried(share)) >= must_s for share in SHARES):
-            return None
-        seconds: dict[float, float] = {}
-        for share in (0.0, *SHARES, 1.0):
-            priced = self.pricer.price(tried(share))
-            seconds[share] = np.inf if priced is None else priced.predicted_s
-        best = min(seconds, key=lambda share: seconds[share])
-        found = replace(other.strategy, offload=best)
-        return self.known.candidate(found, self.said) if best in SHARES else None
 
     def _disappoints(self, groups: Groups, plan: PricedSet) -> bool:
         """Whether a set is not what it was ranked as, which is then put right. A set with guesses in it is only where
@@ -378,11 +326,6 @@ class _Search:
         return SequenceFitsNowhereError(
             longest, self.problem.memory_bytes or 0, one.name, one.memory(longest).peak_bytes
         )
-
-
-def _with(variant: Priced, strategy: Strategy, chosen: Chosen) -> list[tuple[int, Priced]]:
-    """A set with `variant` in place of a strategy."""
-    return [(limit, variant if one.strategy == strategy else one) for limit, one in chosen]
 
 
 _seconds = operator.attrgetter("predicted_s")
