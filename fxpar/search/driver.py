@@ -30,16 +30,17 @@ from fxpar.ir.collector import collector_paused
 from fxpar.ir.strategy import Strategy, of_degrees
 from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
 from fxpar.search.chunked import ChunkSearch
+from fxpar.search.floors import Floor
 from fxpar.search.ideal import Kernels, ideal_seconds
 from fxpar.search.known import KnownModel, Said
 from fxpar.search.lengths import length_edges
-from fxpar.search.price import Lower, Priced, optimizer_s
+from fxpar.search.price import Candidate, Lower, Priced, optimizer_s
 from fxpar.search.pricing import PricedSet, SetPricer, different, guessed_border_s
 from fxpar.search.problem import Found, Problem
 from fxpar.search.rounds import Rounds, best_rounds
 from fxpar.search.ruled import RuleSearch
 from fxpar.search.sets import Groups, RankedSet, ranked_sets
-from fxpar.search.space import FASTER_SCHEDULE, SAVINGS, rescheduled, with_savings
+from fxpar.search.space import FASTER_SCHEDULE, SAVINGS, rescheduled, with_savings, without_stages
 from fxpar.search.staged import StagedGuess
 from fxpar.search.switching import Outlines
 from fxpar.search.teams import Teams, pairs, without_teams
@@ -47,6 +48,7 @@ from fxpar.search.variants import Variants
 
 PLANNED = 48  # sets that are planned at most
 GUESSES = (StagedGuess, Teams)  # nothing was lowered for them
+Tried = tuple[Strategy, int]  # a shape and its level of savings
 CLOSE = 0.01  # by so much a set may be slower than it was ranked
 
 
@@ -83,6 +85,7 @@ class _Search:
         problem = self.problem
         self.intervals = Intervals(length_edges(problem.longest), problem.batches)
         self.least = np.full(self.intervals.tokens.shape, np.inf)
+        self.fastest = self.least.copy()
         self.pricer = SetPricer(
             problem.cluster,
             problem.depth,
@@ -99,10 +102,15 @@ class _Search:
     # ------------------------------------------------------------------------------------------------ candidates
     def lower_all(self) -> None:
         """The shapes, then what saves memory, level by level, with the loss in chunks where that helps."""
-        left = [(shape, 0) for shape in self.problem.shapes]
+        left: list[Tried] = [(shape, 0) for shape in self.problem.shapes]
         while left:
-            following = [self._add(*one) for one in left]
-            left = [one for one in following if one is not None and self._may_help(one[0])]
+            following: list[Tried] = []
+            for shape, level in left:
+                # Those before it in its round may have made it useless.
+                tried = self._helpful(shape, level) if level or shape.chunks > 1 else (shape, level)
+                further = tried and self._add(*tried)
+                following += [further] if further else []
+            left = following
         if not self.candidates:
             raise NoCandidateError(f"{name}: {why}" for name, why in self.known.refused.items())
         if not self.problem.teams:
@@ -112,7 +120,7 @@ class _Search:
             self.seconds.append(least)
             self.least = np.minimum(self.least, least)
 
-    def _add(self, shape: Strategy, level: int) -> tuple[Strategy, int] | None:
+    def _add(self, shape: Strategy, level: int) -> Tried | None:
         """Lower a strategy, if it is one; what to try next of a shape that may need more savings."""
         strategy = with_savings(shape, level)
         more = (replace(shape, chunks=1), level + 1) if level + 1 < len(SAVINGS) else None
@@ -125,6 +133,7 @@ class _Search:
             budgets = self.pricer.budgets(one, self.intervals.edges)
             self.candidates.append(one)
             self.seconds.append(least_seconds(one.cost, strategy, budgets, self.intervals))
+            self.fastest = np.minimum(self.fastest, self.seconds[-1])
             # With no less room than it has under a schedule that keeps more.
             faster = replace(one.cost, schedule=FASTER_SCHEDULE) if rescheduled(strategy) else one.cost
             self.least = np.minimum(self.least, least_seconds(faster, strategy, budgets, self.intervals))
@@ -134,19 +143,36 @@ class _Search:
         chunks = self.chunked.chunks(strategy) if shape.chunks == 1 else 1
         return (replace(shape, chunks=chunks), level) if chunks > 1 else more
 
-    def _may_help(self, shape: Strategy) -> bool:
-        """Whether a shape that saves memory could be fastest for some lengths of some mini-batch: at best it is as fast
-        as without saving, in micro-batches as large as one could want.
+    def _helpful(self, shape: Strategy, level: int) -> Tried | None:
+        """This level of savings of a shape, or the first one behind it that may help; None if there is none."""
+        base = next((one for one in self.candidates if one.strategy.axes == shape.axes), None)
+        while base is not None and level < len(SAVINGS):
+            strategy = with_savings(shape, level)
+            if strategy is not None:
+                if self._may_help(base, strategy):
+                    return shape, level
+                self.pruned += 1
+            shape, level = replace(shape, chunks=1), level + 1
+        return None
+
+    def _may_help(self, base: Priced, strategy: Strategy) -> bool:
+        """Whether what saves memory beside `base` could be fastest for some lengths of some mini-batch: by the least
+        that it takes and holds; where that is not known, as fast as `base`, with all memory in the world.
         """
-        one = next((one for one in self.candidates if one.strategy.axes == shape.axes), None)
-        if one is None:
-            return False
-        fastest = np.stack(self.seconds).min(axis=0)
-        wanted = [max(edge, self.pricer.largest) for edge in self.intervals.edges]
-        at_best = least_seconds(one.cost, one.strategy, wanted, self.intervals)
-        helps = bool((at_best < fastest)[:, self.intervals.inside].any())
-        self.pruned += not helps
-        return helps
+        edges, floor = self.intervals.edges, self._floor(base, strategy)
+        wanted = [max(edge, self.pricer.largest) for edge in edges] if floor is None else None
+        one = floor or base
+        at_best = least_seconds(one.cost, strategy, wanted or self.pricer.budgets(one, edges), self.intervals)
+        return bool((at_best < self.fastest)[:, self.intervals.inside].any())
+
+    def _floor(self, base: Priced, strategy: Strategy) -> Priced | None:
+        flat = base.flat if isinstance(base, StagedGuess) else base
+        if not isinstance(flat, Candidate) or len(flat.programs) == 1 or flat.strategy.pipeline_size > 1:
+            return None
+        if base is flat:
+            return Floor(strategy, flat.cluster, flat.anchors, flat)
+        least = Floor(without_stages(strategy), flat.cluster, flat.anchors, flat)
+        return StagedGuess(strategy, flat.cluster, flat.anchors, least)
 
     # ------------------------------------------------------------------------------------------------------ sets
     def found(self, begun: float) -> Found:
