@@ -157,13 +157,17 @@ class _Search:
 
     def _may_help(self, base: Priced, strategy: Strategy) -> bool:
         """Whether what saves memory beside `base` could be fastest for some lengths of some mini-batch: by the least
-        that it takes and holds; where that is not known, as fast as `base`, with all memory in the world.
+        that it takes and holds, under either schedule; where that is not known, as fast as `base`, with all memory in
+        the world.
         """
         edges, floor = self.intervals.edges, self._floor(base, strategy)
         wanted = [max(edge, self.pricer.largest) for edge in edges] if floor is None else None
         one = floor or base
-        at_best = least_seconds(one.cost, strategy, wanted or self.pricer.budgets(one, edges), self.intervals)
-        return bool((at_best < self.fastest)[:, self.intervals.inside].any())
+        budgets = wanted or self.pricer.budgets(one, edges)
+        faster = replace(one.cost, schedule=FASTER_SCHEDULE) if rescheduled(strategy) else one.cost
+        pairs = [(one.cost, self.fastest), (faster, self.least)]
+        at_best = ((least_seconds(cost, strategy, budgets, self.intervals) < known) for cost, known in pairs)
+        return any(bool(found[:, self.intervals.inside].any()) for found in at_best)
 
     def _floor(self, base: Priced, strategy: Strategy) -> Priced | None:
         flat = base.flat if isinstance(base, StagedGuess) else base
