@@ -28,27 +28,27 @@ import numpy as np
 from fxpar.errors import NoCandidateError, SequenceFitsNowhereError
 from fxpar.ir.collector import collector_paused
 from fxpar.ir.strategy import Strategy, of_degrees
-from fxpar.search.blends import Between
 from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
 from fxpar.search.chunked import ChunkSearch
+from fxpar.search.floors import Floor
 from fxpar.search.ideal import Kernels, ideal_seconds
 from fxpar.search.known import KnownModel, Said
 from fxpar.search.lengths import length_edges
-from fxpar.search.price import Lower, Priced, optimizer_s
+from fxpar.search.price import Candidate, Lower, Priced, optimizer_s
 from fxpar.search.pricing import PricedSet, SetPricer, different, guessed_border_s
 from fxpar.search.problem import Found, Problem
-from fxpar.search.proposals import Chosen
 from fxpar.search.rounds import Rounds, best_rounds
 from fxpar.search.ruled import RuleSearch
 from fxpar.search.sets import Groups, RankedSet, ranked_sets
-from fxpar.search.space import FASTER_SCHEDULE, SAVINGS, also_tried, rescheduled, with_savings, without_stages
+from fxpar.search.space import FASTER_SCHEDULE, SAVINGS, rescheduled, with_savings, without_stages
 from fxpar.search.staged import StagedGuess
 from fxpar.search.switching import Outlines
 from fxpar.search.teams import Teams, pairs, without_teams
+from fxpar.search.variants import Variants
 
 PLANNED = 48  # sets that are planned at most
 GUESSES = (StagedGuess, Teams)  # nothing was lowered for them
-SHARES = (0.25, 0.5, 0.75)  # of activations, on the host
+Tried = tuple[Strategy, int]  # a shape and its level of savings
 CLOSE = 0.01  # by so much a set may be slower than it was ranked
 
 
@@ -85,6 +85,7 @@ class _Search:
         problem = self.problem
         self.intervals = Intervals(length_edges(problem.longest), problem.batches)
         self.least = np.full(self.intervals.tokens.shape, np.inf)
+        self.fastest = self.least.copy()
         self.pricer = SetPricer(
             problem.cluster,
             problem.depth,
@@ -96,14 +97,20 @@ class _Search:
             switches=self.known.switches,
         )
         self.chunked = ChunkSearch(self.known, self.pricer, problem.longest, self.said)
+        self.variants = Variants(self.known, self.pricer, self.said)
 
     # ------------------------------------------------------------------------------------------------ candidates
     def lower_all(self) -> None:
         """The shapes, then what saves memory, level by level, with the loss in chunks where that helps."""
-        left = [(shape, 0) for shape in self.problem.shapes]
+        left: list[Tried] = [(shape, 0) for shape in self.problem.shapes]
         while left:
-            following = [self._add(*one) for one in left]
-            left = [one for one in following if one is not None and self._may_help(one[0])]
+            following: list[Tried] = []
+            for shape, level in left:
+                # Those before it in its round may have made it useless.
+                tried = self._helpful(shape, level) if level or shape.chunks > 1 else (shape, level)
+                further = tried and self._add(*tried)
+                following += [further] if further else []
+            left = following
         if not self.candidates:
             raise NoCandidateError(f"{name}: {why}" for name, why in self.known.refused.items())
         if not self.problem.teams:
@@ -113,19 +120,20 @@ class _Search:
             self.seconds.append(least)
             self.least = np.minimum(self.least, least)
 
-    def _add(self, shape: Strategy, level: int) -> tuple[Strategy, int] | None:
+    def _add(self, shape: Strategy, level: int) -> Tried | None:
         """Lower a strategy, if it is one; what to try next of a shape that may need more savings."""
         strategy = with_savings(shape, level)
         more = (replace(shape, chunks=1), level + 1) if level + 1 < len(SAVINGS) else None
         if strategy is None:
             return more
         with collector_paused():
-            one = self._guessed(strategy) or self.known.candidate(strategy, self.said)
+            one = self.known.guessed(strategy, self.said) or self.known.candidate(strategy, self.said)
             if one is None:
                 return more if shape.chunks > 1 else None
             budgets = self.pricer.budgets(one, self.intervals.edges)
             self.candidates.append(one)
             self.seconds.append(least_seconds(one.cost, strategy, budgets, self.intervals))
+            self.fastest = np.minimum(self.fastest, self.seconds[-1])
             # With no less room than it has under a schedule that keeps more.
             faster = replace(one.cost, schedule=FASTER_SCHEDULE) if rescheduled(strategy) else one.cost
             self.least = np.minimum(self.least, least_seconds(faster, strategy, budgets, self.intervals))
@@ -135,26 +143,40 @@ class _Search:
         chunks = self.chunked.chunks(strategy) if shape.chunks == 1 else 1
         return (replace(shape, chunks=chunks), level) if chunks > 1 else more
 
-    def _guessed(self, strategy: Strategy) -> StagedGuess | None:
-        """For a pipeline, from the same strategy without stages, if that can be priced from two samples."""
-        if strategy.pipeline_size == 1 or len(self.problem.depth.samples(1)) == 1:
-            return None
-        flat = self.known.candidate(without_stages(strategy), self.said)
-        return None if flat is None else StagedGuess(strategy, self.problem.cluster, self.known.anchors, flat)
+    def _helpful(self, shape: Strategy, level: int) -> Tried | None:
+        """This level of savings of a shape, or the first one behind it that may help; None if there is none."""
+        base = next((one for one in self.candidates if one.strategy.axes == shape.axes), None)
+        while base is not None and level < len(SAVINGS):
+            strategy = with_savings(shape, level)
+            if strategy is not None:
+                if self._may_help(base, strategy):
+                    return shape, level
+                self.pruned += 1
+            shape, level = replace(shape, chunks=1), level + 1
+        return None
 
-    def _may_help(self, shape: Strategy) -> bool:
-        """Whether a shape that saves memory could be fastest for some lengths of some mini-batch: at best it is as fast
-        as without saving, in micro-batches as large as one could want.
+    def _may_help(self, base: Priced, strategy: Strategy) -> bool:
+        """Whether what saves memory beside `base` could be fastest for some lengths of some mini-batch: by the least
+        that it takes and holds, under either schedule; where that is not known, as fast as `base`, with all memory in
+        the world.
         """
-        one = next((one for one in self.candidates if one.strategy.axes == shape.axes), None)
-        if one is None:
-            return False
-        fastest = np.stack(self.seconds).min(axis=0)
-        wanted = [max(edge, self.pricer.largest) for edge in self.intervals.edges]
-        at_best = least_seconds(one.cost, one.strategy, wanted, self.intervals)
-        helps = bool((at_best < fastest)[:, self.intervals.inside].any())
-        self.pruned += not helps
-        return helps
+        edges, floor = self.intervals.edges, self._floor(base, strategy)
+        wanted = [max(edge, self.pricer.largest) for edge in edges] if floor is None else None
+        one = floor or base
+        budgets = wanted or self.pricer.budgets(one, edges)
+        faster = replace(one.cost, schedule=FASTER_SCHEDULE) if rescheduled(strategy) else one.cost
+        pairs = [(one.cost, self.fastest), (faster, self.least)]
+        at_best = ((least_seconds(cost, strategy, budgets, self.intervals) < known) for cost, known in pairs)
+        return any(bool(found[:, self.intervals.inside].any()) for found in at_best)
+
+    def _floor(self, base: Priced, strategy: Strategy) -> Priced | None:
+        flat = base.flat if isinstance(base, StagedGuess) else base
+        if not isinstance(flat, Candidate) or len(flat.programs) == 1 or flat.strategy.pipeline_size > 1:
+            return None
+        if base is flat:
+            return Floor(strategy, flat.cluster, flat.anchors, flat)
+        least = Floor(without_stages(strategy), flat.cluster, flat.anchors, flat)
+        return StagedGuess(strategy, flat.cluster, flat.anchors, least)
 
     # ------------------------------------------------------------------------------------------------------ sets
     def found(self, begun: float) -> Found:
@@ -260,61 +282,17 @@ class _Search:
     def _refined(self, groups: Groups, rules: bool) -> PricedSet:
         """A settled set, under a faster schedule and with rules where that takes less time."""
         settled, chosen = self.settled[groups], self._lowered(groups)
-        best = self._best_variants(chosen, settled)
+        best = self.variants.best(chosen, settled)
         self.uniform_s = min(self.uniform_s, best.predicted_s)
         if not (rules and self.problem.rules):
             return best
         ruled, chosen = self.rules.better(chosen, settled)
-        return min(best, best if ruled is settled else self._best_variants(chosen, ruled), key=_seconds)
+        return min(best, best if ruled is settled else self.variants.best(chosen, ruled), key=_seconds)
 
     @cached_property
     def rules(self) -> RuleSearch:
         alone = [one for one in self.candidates if not one.strategy.teams]
         return RuleSearch(self.known, self.pricer, alone, self.said)
-
-    def _best_variants(self, chosen: Chosen, best: PricedSet) -> PricedSet:
-        """A settled set, with variants of its strategies where these take less time with the memory that they need."""
-        beside = self.pricer.cluster.sustained.overlap_slowdown is not None
-        for strategy in dict.fromkeys(one.strategy for _, one in chosen):
-            settled = chosen
-            for other in (self.known.candidate(text, self.said) for text in also_tried(strategy, beside)):
-                if other is None:
-                    continue
-                share = self._best_share(strategy, other, settled, best.predicted_s)
-                for variant in filter(None, (other, share)):
-                    tried = _with(variant, strategy, settled)
-                    if self.pricer.at_best_s(tried) >= best.predicted_s:
-                        continue  # what it needs takes long to find
-                    # As it is guessed first: what it holds takes longer to find than what it takes.
-                    for settle in (False, True):
-                        priced = self.pricer.price(tried, settle)
-                        if priced is None or priced.predicted_s >= best.predicted_s:
-                            break
-                    else:
-                        best, chosen = priced, tried
-        return best
-
-    def _best_share(self, strategy: Strategy, other: Priced, chosen: Chosen, must_s: float) -> Priced | None:
-        """Of a strategy that keeps all activations on the host: with the share that takes least in place of `strategy`,
-        on the line between none and all; None if that is one of these, or if none could take less than `must_s`.
-        """
-        none = self.known.candidate(replace(other.strategy, offload=0.0), self.said) if other.strategy.offload else None
-        if none is None:
-            return None
-
-        def tried(share: float) -> list[tuple[int, Priced]]:
-            guess = Between(replace(other.strategy, offload=share), other.cluster, other.anchors, none, other, share)
-            return _with(guess, strategy, chosen)
-
-        if all(self.pricer.at_best_s(tried(share)) >= must_s for share in SHARES):
-            return None
-        seconds: dict[float, float] = {}
-        for share in (0.0, *SHARES, 1.0):
-            priced = self.pricer.price(tried(share))
-            seconds[share] = np.inf if priced is None else priced.predicted_s
-        best = min(seconds, key=lambda share: seconds[share])
-        found = replace(other.strategy, offload=best)
-        return self.known.candidate(found, self.said) if best in SHARES else None
 
     def _disappoints(self, groups: Groups, plan: PricedSet) -> bool:
         """Whether a set is not what it was ranked as, which is then put right. A set with guesses in it is only where
@@ -378,11 +356,6 @@ class _Search:
         return SequenceFitsNowhereError(
             longest, self.problem.memory_bytes or 0, one.name, one.memory(longest).peak_bytes
         )
-
-
-def _with(variant: Priced, strategy: Strategy, chosen: Chosen) -> list[tuple[int, Priced]]:
-    """A set with `variant` in place of a strategy."""
-    return [(limit, variant if one.strategy == strategy else one) for limit, one in chosen]
 
 
 _seconds = operator.attrgetter("predicted_s")

@@ -17,6 +17,7 @@ from fxpar.search.positions import modules_in
 from fxpar.search.price import DEEPEST, Candidate, Depth, Lower, Priced, anchors_of, candidate
 from fxpar.search.repeated import FEW, of_few_stages, repeated
 from fxpar.search.space import placed_alike, without_stages
+from fxpar.search.staged import StagedGuess
 from fxpar.search.switching import ModelSwitches, Outlines
 from fxpar.search.teams import of_teams
 
@@ -55,6 +56,14 @@ class KnownModel:
                 self.anchors = one.anchors = anchors_of(one)
             self._candidates[strategy] = one
         return self._candidates[strategy]
+
+    def guessed(self, strategy: Strategy, said: Said) -> StagedGuess | None:
+        """For a pipeline, from the same strategy without stages, if that can be priced from two samples."""
+        named = strategy.rules or strategy.by_stage or strategy.teams or strategy.pipeline.cuts
+        if named or strategy.pipeline_size == 1 or len(self.depth.samples(1)) == 1:
+            return None
+        flat = self.candidate(without_stages(strategy), said)
+        return None if flat is None else StagedGuess(strategy, self.cluster, self.anchors, flat)
 
     def priced(self, strategy: Strategy, said: Said) -> Priced | None:
         """`candidate`, or teams side by side."""

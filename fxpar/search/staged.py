@@ -20,6 +20,7 @@ from fxpar.cost.polynomial import Polynomial
 from fxpar.ir.strategy import Strategy
 from fxpar.schedule.mini_batch import Pace
 from fxpar.search.blends import ChangedFlat
+from fxpar.search.floors import Floor
 from fxpar.search.price import Candidate, Memory, Priced, spread_layers
 
 
@@ -27,7 +28,7 @@ from fxpar.search.price import Candidate, Memory, Priced, spread_layers
 class StagedGuess(Priced):
     """`flat` is the strategy without stages, on all ranks, priced from two samples."""
 
-    flat: Candidate
+    flat: Candidate | Floor
 
     @property
     def positions(self) -> int:
@@ -90,7 +91,7 @@ class StagedGuess(Priced):
         )
 
 
-def handed_on_s(flat: Candidate | ChangedFlat, strategy: Strategy, cluster: ClusterSpec) -> Polynomial:
+def handed_on_s(flat: Candidate | ChangedFlat | Floor, strategy: Strategy, cluster: ClusterSpec) -> Polynomial:
     """One tensor of a row per token and direction, cut as tokens are; its width is that of the first matrix."""
     meta = next(stored.meta for _, stored in flat.programs[0].params() if len(stored.meta.shape) == 2)
     cut = math.prod(strategy.degree(axis) for axis in strategy.token_axes)

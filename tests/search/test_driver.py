@@ -285,7 +285,7 @@ def test_a_pipeline_that_holds_its_logits_has_them_whole():
     given = problem(None, 1, names=("pp2",))
     search = _Search(given, known(given.cluster), lambda _: None)
     chosen = [(512, search.known.candidate(Strategy.parse("pp2+chunks(8)"), lambda _: None))]
-    (group,) = search._best_variants(chosen, search.pricer.price(chosen, settle=True)).groups
+    (group,) = search.variants.best(chosen, search.pricer.price(chosen, settle=True)).groups
     assert group.strategy == "pp2+zb_h1"
 
 
@@ -306,7 +306,7 @@ def test_what_a_layer_keeps_waits_on_the_host_where_that_takes_less_time(
     given = replace(given, cluster=replace(LINKS, device=device))
     search = _Search(given, known(given.cluster), lambda _: None)
     chosen = [(512, search.known.candidate(Strategy.parse("dp2+remat"), lambda _: None))]
-    (group,) = search._best_variants(chosen, search.pricer.price(chosen, settle=True)).groups
+    (group,) = search.variants.best(chosen, search.pricer.price(chosen, settle=True)).groups
     assert group.strategy == found
 
 

@@ -1,0 +1,119 @@
+"""What a strategy that saves memory takes at least, from the same one that saves nothing: no program is lowered for it.
+
+Time: full recomputation runs all kernels again whose values a backward reads, but for what a block hands on. Memory:
+weights and accumulators are those of the strategy without savings, under ZeRO-3 cut over the ranks that replicate them;
+activations are as large where nothing is recomputed and the loss is whole, and count as nothing elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+
+from torch import fx
+
+from fxpar.cost.calls import COMPUTE, node_costs
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.group import of_strategy
+from fxpar.cost.group_cost import GroupCost
+from fxpar.cost.polynomial import Polynomial
+from fxpar.ir.exec_graph import ExecGraph
+from fxpar.ir.fqn import block_of
+from fxpar.ir.node_meta import fqn_of, is_backward, reader_of
+from fxpar.ir.pipeline_graph import TrainGraph
+from fxpar.schedule.mini_batch import Pace
+from fxpar.search.price import Candidate, Memory, Priced
+
+ZERO = 3  # the level that cuts all there is
+
+
+@dataclass
+class Floor(Priced):
+    """`base` is the same strategy without stages that saves nothing, priced from two samples."""
+
+    base: Candidate
+
+    @property
+    def multiple(self) -> int:
+        return self.base.multiple
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        return self.base.samples
+
+    @property
+    def steps(self) -> Fraction:
+        return self.base.steps
+
+    @property
+    def programs(self) -> tuple[TrainGraph, ...]:
+        return self.base.programs
+
+    @cached_property
+    def cost(self) -> GroupCost:
+        few, step = self.per_step()
+        return of_strategy([few + step * self.steps], self.strategy, self.cluster)
+
+    def per_step(self) -> tuple[Polynomial, Polynomial]:
+        """As that of a `Candidate`."""
+        few, step = self.base.per_step()
+        if self.strategy.remat is None or self.strategy.remat.mode != "full":
+            return few, step
+        less, more = again_s(self.base)
+        return few + less, step + more
+
+    @property
+    def reduce_s(self) -> float:
+        return self.base.reduce_s
+
+    @property
+    def pace(self) -> Pace | None:
+        return self.base.pace
+
+    def predicted(self, tokens: int) -> Memory:
+        return self._least(self.base.at(tokens))
+
+    def of_first(self, tokens: int) -> Memory:
+        """Of the first sample."""
+        return self._least(self.base.of_first(tokens))
+
+    def _least(self, one: Memory) -> Memory:
+        strategy = self.strategy
+        cut = math.prod(strategy.degree(axis) for axis in strategy.data_axes) if strategy.zero == ZERO else 1
+        gradients = one.gradient_bytes // cut
+        saved = strategy.remat is None and strategy.chunks == 1
+        step = gradients + (one.step_bytes - one.gradient_bytes if saved else 0)
+        return replace(one, weight_bytes=one.weight_bytes // cut, step_bytes=step, gradient_bytes=gradients)
+
+
+def again_s(base: Candidate) -> tuple[Polynomial, Polynomial]:
+    """Seconds of the kernels that full recomputation runs again: of the first sample, and what the second has more."""
+    few, more = (_again_s(program, base.cluster) for program in base.programs)
+    return few, more + few * -1
+
+
+def _again_s(program: TrainGraph, cluster: ClusterSpec) -> Polynomial:
+    assert isinstance(program, ExecGraph)
+    names = {node.name for node in _run_again(program.body.graph)}
+    costs = (c for c in node_costs(program, cluster, parts={"body": program.body}) if c.kind in COMPUTE)
+    return sum((cost.seconds for cost in costs if cost.name in names), Polynomial())
+
+
+def _run_again(graph: fx.Graph) -> set[fx.Node]:
+    """Forward nodes of a block whose values its backward reads, with what they are made of there, but for those that
+    are read outside of the block, which are kept.
+    """
+    blocks = {node: block_of(reader_of(node)) for node in graph.nodes if not is_backward(node)}
+
+    def leaves(node: fx.Node) -> bool:
+        return any(blocks[node] != blocks[user] for user in node.users if user in blocks)
+
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or not blocks.get(node) or leaves(node) or block_of(fqn_of(node)) == "":
+            continue
+        if any(is_backward(user) or user in found for user in node.users):
+            found.add(node)
+    return found
