@@ -262,7 +262,7 @@ def capture_step(
     tell_unused: bool = True,
     gradients: bool = True,
 ) -> LogicalGraph:
-"""The training step on `example`; by default on token ids and labels, and on positions if model or loss ask, and
+    """The training step on `example`; by default on token ids and labels, and on positions if model or loss ask, and
     `is_token` if the loss does. `gradients` as in `capture`.
 
     A model that makes its own positions is left to: they need not begin at 0.
