@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.exec_graph import Outline
 from fxpar.ir.strategy import Strategy
+from fxpar.passes.share_weights import lies_in
 from fxpar.search.kinds import MixedCandidate
 from fxpar.search.layouts import guessed_layout
 from fxpar.search.price import DEEPEST, Candidate, Depth, Priced, extrapolated
 from fxpar.search.space import placed_alike
 from fxpar.store import home_of
-from fxpar.switch import ParamLayout, layout_of
+from fxpar.switch import ParamLayout, PlacedParam, layout_of
 from fxpar.switch.order import HOME, SwitchSchedule, cheapest_order
 
 Outlines = Callable[[Strategy, int], Outline]  # how parameters lie, of a model with so many layers
@@ -36,6 +37,7 @@ class KnownSwitches:
     guess: bool
     _layouts: dict[str, ParamLayout] = field(default_factory=dict)
     _planned: list[SwitchSchedule] = field(default_factory=list)
+    _inside: dict[tuple[str, str], bool] = field(default_factory=dict)
 
     def add(self, strategies: Iterable[Priced]) -> None:
         """Learn how these lie. What was lowered says how all layers lie, as they repeat: nothing more is captured."""
@@ -52,12 +54,29 @@ class KnownSwitches:
             return None
         return layout_of(one.programs[one.samples.index(self.layers)], one.name)
 
+    def inside(self, one: str, other: str) -> bool:
+        """Whether each rank's pieces under one placement are parts of those that it has under the other."""
+        if (one, other) not in self._inside:
+            mine, theirs = self._layouts[one].params, self._layouts[other].params
+            # Many tensors share one description.
+            pairs = {(id(param), id(theirs[fqn])): (param, theirs[fqn]) for fqn, param in mine.items()}
+            self._inside[one, other] = all(_is_part(*pair) for pair in pairs.values())
+        return self._inside[one, other]
+
     def seconds(self, target: str, sources: Sequence[str]) -> float:
         """Of the switch to the placement `target`, where `sources` still hold their weights; home always does."""
         if not self._planned:
             _, home = home_of(next(iter(self._layouts.values())))
             self._planned.append(SwitchSchedule(self._layouts, home, self.cluster, priced_only=True))
         return self._planned[0].weights(HOME, target, frozenset(sources)).predicted_s
+
+
+def _is_part(mine: PlacedParam, theirs: PlacedParam) -> bool:
+    return mine.dtype == theirs.dtype and all(
+        any(rank in other.mesh and lies_in(one, other, mine.shape, rank) for other in theirs.copies)
+        for one in mine.copies
+        for rank in one.mesh.ranks
+    )
 
 
 @dataclass
@@ -106,14 +125,33 @@ class ModelSwitches:
         tells them apart. Without `guess` layouts are guessed only where more than DEEPEST layers would have to be
         captured; those of what was lowered are none.
         """
-        samples = self.depth.samples(max(one.strategy.stages for one in unique.values()))
+        samples = self._samples(unique)
+        known = self._known_of(unique, samples, guess)
+        placed = {name: placement_of(one.strategy) for name, one in unique.items()}
+        return SetSwitches(known, float(self.depth.beyond(samples)), placed, resident)
+
+    def weight_bytes(self, unique: Mapping[str, Priced], guess: bool) -> int:
+        """Of all strategies of a set side by side, on the fullest rank: where all pieces of one lie inside those of
+        another, they are the same memory (`fxpar.passes.share_weights`). Layouts as for `of_set`.
+        """
+        known = self._known_of(unique, self._samples(unique), guess)[0]
+        kept: dict[str, int] = {}
+        for one in sorted(unique.values(), key=lambda one: -one.stays.weight_bytes):
+            place = placement_of(one.strategy)
+            if not any(known.inside(place, other) for other in kept):
+                kept[place] = one.stays.weight_bytes
+        return sum(kept.values())
+
+    def _samples(self, unique: Mapping[str, Priced]) -> tuple[int, ...]:
         if any(isinstance(one, MixedCandidate) and one.stands for one in unique.values()):
-            samples = (self.depth.layers,)
+            return (self.depth.layers,)
+        return self.depth.samples(max(one.strategy.stages for one in unique.values()))
+
+    def _known_of(self, unique: Mapping[str, Priced], samples: Sequence[int], guess: bool) -> list[KnownSwitches]:
         known = []
         for layers in samples:
             guesses = guess or layers > DEEPEST
             fresh = KnownSwitches(self.cluster, self.outlines, layers, guesses)
             known.append(self._known.setdefault((layers, guesses), fresh))
             known[-1].add(unique.values())
-        placed = {name: placement_of(one.strategy) for name, one in unique.items()}
-        return SetSwitches(known, float(self.depth.beyond(samples)), placed, resident)
+        return known
