@@ -20,7 +20,6 @@ from fxpar.runtime.expert_rows import expert_loads
 from fxpar.runtime.mini_batch import GroupWork, MiniBatch
 from fxpar.runtime.modes import cast_as_captured, deterministic_kernels
 from fxpar.runtime.report import GroupReport, StepReport, metrics_of
-from fxpar.runtime.teams import BoundTeam
 
 
 def agreed(given: Sequence[Given]) -> list[Share]:
@@ -180,9 +179,7 @@ def _counts(one: Bound, ranks: Sequence[int], world: int) -> bool | None:
     """Whether what this rank has found of a group on these ranks counts in the sum over all; None if every rank has
     found that sum.
     """
-    if isinstance(one, BoundTeam):
-        return one.tells
-    return None if len(ranks) == world else ranks[0] == one.rank
+    return ranks[0] == one.rank if one.tells is None and len(ranks) < world else one.tells
 
 
 def _report(
