@@ -343,8 +343,9 @@ def run_world(
                 for turn, index in enumerate(mine + mine[:1] * idle)
             ]
         )
-        found = {**bound.finish(), "fingerprint": fingerprint}
-        return {**found, **bound.total({"loss": found["loss"]})} if isinstance(bound, BoundTeam) else found
+        found = bound.finish()
+        summed_up = bound.total({"loss": found["loss"]}) if isinstance(bound, BoundTeam) else {}
+        return {**found, **summed_up, "fingerprint": fingerprint}
 
     if compile == "inductor":
         return run_forked(strategy.world, work, timeout_s=1200.0)  # the compiler is not for several threads at once

@@ -7,7 +7,7 @@ replicas for each number of them.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,15 +19,14 @@ from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
-T = TypeVar("T", bound=TrainGraph)
 
-
-def left_to_replicas(program: T) -> T:
+def left_to_replicas(program: TrainGraph) -> TrainGraph:
     """The program, or its teams, with the loss and metrics of a replica where they are summed over replicas alone, one
     by one. Pipelines stay as they are.
     """
     if isinstance(program, TeamsGraph):
-        return replace(program, teams=tuple(map(left_to_replicas, program.teams)))
+        teams: Any = program.teams
+        return replace(program, teams=tuple(map(left_to_replicas, teams)))
     if not isinstance(program, ExecGraph) or is_of_replica(program):
         return program
     kinds = [out.kind for out in program.outputs if out.kind in ("loss", "grad", "buffer")]

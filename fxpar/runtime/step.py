@@ -160,13 +160,12 @@ def _hear_of_others(batch: MiniBatch, bound: Mapping[str, Bound], engine: Engine
     mini-batch: ranks with nothing else in common do not wait for each other before.
     """
     ranks = [engine.gradients.programs[one.name].mesh.ranks for one in batch.groups]
-    counts = [
-        _counts(bound[one.name], mine, engine.switching.world) for one, mine in zip(batch.groups, ranks, strict=True)
-    ]
-    partly = [i for i, one in enumerate(counts) if one is not None]
+    pairs = zip(batch.groups, ranks, strict=True)
+    counts = [_counts(bound[one.name], mine, engine.switching.world) for one, mine in pairs]
+    partly = {i: told for i, told in enumerate(counts) if told is not None}
     if not partly:
         return
-    mine = [value * counts[i] for i in partly for value in (batch.losses[i], *batch.metrics[i].values())]
+    mine = [value * told for i, told in partly.items() for value in (batch.losses[i], *batch.metrics[i].values())]
     sums = torch.tensor(mine, dtype=torch.float64, device=engine.device)
     dist.all_reduce(sums, group=engine.world_group)
     values = iter(sums.tolist())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fxpar.cost.cluster import ClusterSpec
@@ -37,7 +39,7 @@ class KnownSwitches:
     guess: bool
     _layouts: dict[str, ParamLayout] = field(default_factory=dict)
     _planned: list[SwitchSchedule] = field(default_factory=list)
-    _inside: dict[tuple[str, str], bool] = field(default_factory=dict)
+    _outside: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
 
     def add(self, strategies: Iterable[Priced]) -> None:
         """Learn how these lie. What was lowered says how all layers lie, as they repeat: nothing more is captured."""
@@ -54,14 +56,25 @@ class KnownSwitches:
             return None
         return layout_of(one.programs[one.samples.index(self.layers)], one.name)
 
-    def inside(self, one: str, other: str) -> bool:
-        """Whether each rank's pieces under one placement are parts of those that it has under the other."""
-        if (one, other) not in self._inside:
-            mine, theirs = self._layouts[one].params, self._layouts[other].params
+    def outside_bytes(self, one: str, others: Sequence[str]) -> int:
+        """Of the pieces under one placement, on the fullest rank: those that are no parts of what it has under another,
+        so no views of it (`fxpar.passes.share_weights`).
+        """
+        key = one, tuple(others)
+        if key not in self._outside:
+            layouts = [self._layouts[other].params for other in others]
+            tensors = [
+                (param, *(layout[fqn] for layout in layouts)) for fqn, param in self._layouts[one].params.items()
+            ]
             # Many tensors share one description.
-            pairs = {(id(param), id(theirs[fqn])): (param, theirs[fqn]) for fqn, param in mine.items()}
-            self._inside[one, other] = all(_is_part(*pair) for pair in pairs.values())
-        return self._inside[one, other]
+            several = {tuple(map(id, each)): each for each in tensors}
+            counts = Counter(tuple(map(id, each)) for each in tensors)
+            total: Counter[int] = Counter()
+            for ids, (param, *theirs) in several.items():
+                for rank, nbytes in _outside(param, theirs):
+                    total[rank] += counts[ids] * nbytes
+            self._outside[key] = max(total.values(), default=0)
+        return self._outside[key]
 
     def seconds(self, target: str, sources: Sequence[str]) -> float:
         """Of the switch to the placement `target`, where `sources` still hold their weights; home always does."""
@@ -71,12 +84,14 @@ class KnownSwitches:
         return self._planned[0].weights(HOME, target, frozenset(sources)).predicted_s
 
 
-def _is_part(mine: PlacedParam, theirs: PlacedParam) -> bool:
-    return mine.dtype == theirs.dtype and all(
-        any(rank in other.mesh and lies_in(one, other, mine.shape, rank) for other in theirs.copies)
-        for one in mine.copies
-        for rank in one.mesh.ranks
-    )
+def _outside(mine: PlacedParam, theirs: Sequence[PlacedParam]) -> Iterator[tuple[int, int]]:
+    """(rank, bytes) of the pieces of a tensor that are no parts of others that the rank has."""
+    copies = [copy for other in theirs if other.dtype == mine.dtype for copy in other.copies]
+    for one in mine.copies:
+        nbytes = math.prod(one.local_shape(mine.shape)) * mine.dtype.itemsize
+        for rank in one.mesh.ranks:
+            if not any(rank in copy.mesh and lies_in(one, copy, mine.shape, rank) for copy in copies):
+                yield rank, nbytes
 
 
 @dataclass
@@ -131,16 +146,19 @@ class ModelSwitches:
         return SetSwitches(known, float(self.depth.beyond(samples)), placed, resident)
 
     def weight_bytes(self, unique: Mapping[str, Priced], guess: bool) -> int:
-        """Of all strategies of a set side by side, on the fullest rank: where all pieces of one lie inside those of
-        another, they are the same memory (`fxpar.passes.share_weights`). Layouts as for `of_set`.
+        """Of all strategies of a set side by side, on the fullest rank: pieces of one that lie inside those of a larger
+        one are the same memory (`fxpar.passes.share_weights`). Layouts as for `of_set`.
         """
-        known = self._known_of(unique, self._samples(unique), guess)[0]
-        kept: dict[str, int] = {}
-        for one in sorted(unique.values(), key=lambda one: -one.stays.weight_bytes):
-            place = placement_of(one.strategy)
-            if not any(known.inside(place, other) for other in kept):
-                kept[place] = one.stays.weight_bytes
-        return sum(kept.values())
+        samples = self._samples(unique)
+        known, steps = self._known_of(unique, samples, guess), float(self.depth.beyond(samples))
+        largest_first = sorted(unique.values(), key=lambda one: -one.stays.weight_bytes)
+        placed = dict.fromkeys(placement_of(one.strategy) for one in largest_first)
+        total = largest_first[0].stays.weight_bytes
+        for number, place in enumerate(placed):
+            if number:
+                before = tuple(placed)[:number]
+                total += round(extrapolated([one.outside_bytes(place, before) for one in known], steps))
+        return total
 
     def _samples(self, unique: Mapping[str, Priced]) -> tuple[int, ...]:
         if any(isinstance(one, MixedCandidate) and one.stands for one in unique.values()):
