@@ -139,7 +139,7 @@ class _Paced:
     """
 
     def __init__(self, bound: Any, grads: Mapping[str, torch.Tensor], loss: torch.Tensor) -> None:
-        self.program, self.rank = bound.program, bound.rank
+        self.program, self.rank, self.tells = bound.program, bound.rank, None
         self._result = {"loss": loss, "metrics": {}, "grads": grads, "buffers": {}, "experts": {}}
         self._made = [fqn for fqn in order_of_gradients(bound.program) if fqn in grads]
 

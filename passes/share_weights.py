@@ -269,6 +269,11 @@ def _piece(dist: DistConfig, shape: tuple[int, ...], rank: int) -> _Piece:
     return _Piece(runs, tuple(dist.local_shape(shape)))
 
 
+def lies_in(dist: DistConfig, other: DistConfig, shape: tuple[int, ...], rank: int) -> bool:
+    """Whether what a rank holds of a tensor of this global shape is a part of what it holds under another placement."""
+    return _piece(dist, shape, rank).starts_in(_piece(other, shape, rank)) is not None
+
+
 def _inside(piece: _Piece, dtype: torch.dtype, placed: list[tuple[_Piece, BufferView]]) -> BufferView | None:
     for other, view in placed:
         start = piece.starts_in(other) if view.dtype == dtype else None

@@ -39,6 +39,7 @@ from fxpar.runtime.forked import run_forked
 from fxpar.runtime.micro import MicroRun, as_one_sequence
 from fxpar.runtime.padding import pad
 from fxpar.runtime.runner import Backend
+from fxpar.runtime.teams import BoundTeam
 from fxpar.torch_api.threaded import run_threads
 from fxpar.transport.groups import ProcessGroups
 
@@ -342,7 +343,9 @@ def run_world(
                 for turn, index in enumerate(mine + mine[:1] * idle)
             ]
         )
-        return {**bound.finish(), "fingerprint": fingerprint}
+        found = bound.finish()
+        summed_up = bound.total({"loss": found["loss"]}) if isinstance(bound, BoundTeam) else {}
+        return {**found, **summed_up, "fingerprint": fingerprint}
 
     if compile == "inductor":
         return run_forked(strategy.world, work, timeout_s=1200.0)  # the compiler is not for several threads at once

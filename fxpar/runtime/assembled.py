@@ -28,6 +28,7 @@ from fxpar.runtime.evaluate import Evaluation
 from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.loss_scaler import LossScaler
 from fxpar.runtime.options import CostModel, ParallelizeOptions
+from fxpar.runtime.replica_loss import left_to_replicas
 from fxpar.runtime.session import Ground, Session, SessionTask
 from fxpar.runtime.spans import Recorder
 from fxpar.runtime.storage import activation_bytes, may_overlap, open_storage
@@ -211,7 +212,7 @@ def _bind_all(
 ) -> dict[str, Bound]:
     """This rank's programs; makes process groups, in the same order on all ranks."""
     return {
-        name: bind_here(program, process_groups, device=device, compile=options.compile)
+        name: bind_here(left_to_replicas(program), process_groups, device=device, compile=options.compile)
         for name, program in programs.items()
     }
 

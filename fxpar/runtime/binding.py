@@ -41,7 +41,7 @@ def bind_here(
         return BoundElsewhere(program, rank)
     if not isinstance(program, TeamsGraph):
         return mine
-    return BoundTeam(program, mine, process_groups.of(program.mesh.ranks, "teams"))
+    return BoundTeam(program, mine, process_groups.of(program.mesh.ranks))
 
 
 def _bind(

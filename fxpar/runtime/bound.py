@@ -10,18 +10,23 @@ from torch import Tensor
 
 from fxpar.cost.flowing import flowing_pace
 from fxpar.ir.exec_graph import ExecGraph, Part
-from fxpar.runtime.micro import MicroRun, local_batch, replica_of
+from fxpar.runtime.micro import MicroRun, is_first_of_replica, local_batch, replica_of
+from fxpar.runtime.replica_loss import is_of_replica
 from fxpar.runtime.runner import Backend, Made, TrainRunner, own_memory, unheard
 from fxpar.runtime.spans import NO_SPANS, Spans
 from fxpar.schedule.mini_batch import Pace
 
 
 class BoundGraph(TrainRunner[ExecGraph]):
-    """One rank's program. Call order per mini-batch: `prepare`, `run` for each micro-batch, `finish`."""
+    """One rank's program. Call order per mini-batch: `prepare`, `run` for each micro-batch, `finish`. `tells`: whether
+    what this rank ends with counts where the loss of replicas is added up; None if every rank has found the sum.
+    """
 
     def __init__(self, program: ExecGraph, rank: int, groups: Mapping[str, str], compile: Backend = "eager") -> None:
         super().__init__(program, rank, groups, compile, dict(enumerate(program.body.results)))
         self.replica, self.replicas = replica_of(program, rank), range(program.strategy.replicas)
+        apart = len(self.replicas) > 1 and is_of_replica(program)
+        self.tells = is_first_of_replica(program, rank) if apart else None
         for name in program.parts:
             self.compiled(name)
 

@@ -121,6 +121,8 @@ class BoundPipeline:
     `groups[s]` names the process groups of stage s for this rank, `column` is the group of `PipelineGraph.column_of`.
     """
 
+    tells = None  # all ranks find the loss of all replicas
+
     def __init__(
         self,
         program: PipelineGraph,

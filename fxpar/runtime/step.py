@@ -156,23 +156,29 @@ def _beside(before: Sequence[Engine], engine: Engine) -> bool:
 
 
 def _hear_of_others(batch: MiniBatch, bound: Mapping[str, Bound], engine: Engine) -> None:
-    """Losses and metrics of groups that only some ranks run, on all ranks: from the first rank of each."""
+    """Losses and metrics of groups of which each rank knows a part, or only some ranks anything, on all ranks. Once per
+    mini-batch: ranks with nothing else in common do not wait for each other before.
+    """
     ranks = [engine.gradients.programs[one.name].mesh.ranks for one in batch.groups]
-    partly = [i for i, mine in enumerate(ranks) if len(mine) < engine.switching.world]
+    pairs = zip(batch.groups, ranks, strict=True)
+    counts = [_counts(bound[one.name], mine, engine.switching.world) for one, mine in pairs]
+    partly = {i: told for i, told in enumerate(counts) if told is not None}
     if not partly:
         return
-    tells = [ranks[i][0] == bound[batch.groups[i].name].rank for i in partly]
-    mine = [
-        value * told
-        for i, told in zip(partly, tells, strict=True)
-        for value in (batch.losses[i], *batch.metrics[i].values())
-    ]
+    mine = [value * told for i, told in partly.items() for value in (batch.losses[i], *batch.metrics[i].values())]
     sums = torch.tensor(mine, dtype=torch.float64, device=engine.device)
     dist.all_reduce(sums, group=engine.world_group)
     values = iter(sums.tolist())
     for i in partly:
         batch.losses[i] = next(values)
         batch.metrics[i] = {name: next(values) for name in batch.metrics[i]}
+
+
+def _counts(one: Bound, ranks: Sequence[int], world: int) -> bool | None:
+    """Whether what this rank has found of a group on these ranks counts in the sum over all; None if every rank has
+    found that sum.
+    """
+    return ranks[0] == one.rank if one.tells is None and len(ranks) < world else one.tells
 
 
 def _report(

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
-from fxpar.ir.teams import in_step
 from fxpar.runtime.arrivals import Arrivals
 from fxpar.runtime.bound import BoundGraph
-from fxpar.runtime.micro import MicroRun, is_first_of_replica, replica_of
+from fxpar.runtime.micro import MicroRun, replica_of
 from fxpar.runtime.pipeline import BoundPipeline
 from fxpar.runtime.runner import Made, unheard
 from fxpar.runtime.spans import NO_SPANS, Spans
@@ -21,8 +20,9 @@ from fxpar.runtime.spans import NO_SPANS, Spans
 
 class BoundTeam:
     """The program of a rank's team, called like any other. `replica` and `replicas` (those beside it) are as all teams'
-    are counted; loss and metrics are sums over all teams, which `ranks`, the process group of all of their ranks, adds
-    up.
+    are counted. Nobody waits for another team: a group ends with the loss and metrics of the team, or of a replica of
+    it. `tells` says whether this rank counts where all are added up, as `total` does over `ranks`, the process group of
+    all teams.
     """
 
     pace = None  # teams get on in paces of their own: weights come before a group, gradients leave behind it
@@ -32,8 +32,7 @@ class BoundTeam:
         self.program, self.rank = bound.program, bound.rank
         self.replica, self.replicas = replica_of(teams, bound.rank), teams.beside(number)
         self._bound, self._ranks = bound, ranks
-        first = bound.rank == teams.mesh_of(number).ranks[0]
-        self._tells = is_first_of_replica(bound.program, bound.rank) if in_step(teams.strategy) else first
+        self.tells = bound.rank == teams.mesh_of(number).ranks[0] if bound.tells is None else bound.tells
 
     def prepare(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], arrivals: Arrivals | None = None
@@ -46,20 +45,16 @@ class BoundTeam:
         self._bound.run_all(micro_batches, spans)
 
     def finish(self) -> dict[str, Any]:
-        """End a group: reduce within the team, and add up what all teams found. Results as of `BoundGraph.finish`."""
-        found = self._bound.finish()
-        total = self._total({"": found["loss"], **found["metrics"]})
-        return {**found, "loss": total.pop(""), "metrics": total}
+        """End a group: reduce within the team. Results as of `BoundGraph.finish`; loss and metrics are the team's."""
+        return self._bound.finish()
 
     def run_forward(self, micro_batches: Sequence[MicroRun]) -> dict[str, Tensor]:
         """As `BoundPipeline.run_forward`."""
-        return self._total(self._bound.run_forward(micro_batches))
+        return self.total(self._bound.run_forward(micro_batches))
 
-    def _total(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The sums over teams of what each has found. All ranks of a team have found the same; in step those of a
-        replica have.
-        """
-        sums = torch.stack([value.double() * self._tells for value in mine.values()])
+    def total(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The sums over teams of what each has found; all ranks of all teams call it."""
+        sums = torch.stack([value.double() * self.tells for value in mine.values()])
         dist.all_reduce(sums, group=self._ranks)
         return {name: one.to(value.dtype) for (name, value), one in zip(mine.items(), sums, strict=True)}
 
@@ -67,7 +62,7 @@ class BoundTeam:
 class BoundElsewhere:
     """A program that other ranks run. This one only takes part in its switches and reductions."""
 
-    pace = None
+    pace, tells = None, False
 
     def __init__(self, program: TrainGraph, rank: int) -> None:
         self.program, self.rank = program, rank

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -202,7 +202,8 @@ class SetPricer:
         self, chosen: Sequence[tuple[int, Priced]], groups: tuple[LengthGroup, ...], settle: bool, overlap: bool
     ) -> PricedSet:
         unique = {one.name: one for _, one in chosen}
-        kept = self._resident(chosen, groups, overlap)
+        weights = self._switches.weight_bytes(unique, guess=not settle)
+        kept = self._resident(chosen, groups, weights, overlap)
         switching = self._switches.of_set(unique, kept, guess=not settle)
         plans, names = self._mini_batches(chosen, groups, switching, overlap), [one.name for _, one in chosen]
         count = len(plans)
@@ -219,7 +220,7 @@ class SetPricer:
             switch_s=switch_s,
             reduce_s=reduce_s,
             optimizer_s=self.optimizer_s,
-            memory_bytes=self._memory(chosen, groups, kept, overlap),
+            memory_bytes=self._memory(chosen, groups, weights if kept else 0, overlap),
             optimizer_bytes=max(one.stays.optimizer_bytes for _, one in chosen),
         )
 
@@ -244,11 +245,10 @@ class SetPricer:
         )
 
     def _resident(
-        self, chosen: Sequence[tuple[int, Priced]], groups: Sequence[LengthGroup], overlap: bool
+        self, chosen: Sequence[tuple[int, Priced]], groups: Sequence[LengthGroup], weights: int, overlap: bool
     ) -> tuple[str, ...]:
-        """All strategies if their weights fit side by side, else none: they take turns in an arena."""
+        """All strategies if their `weights` fit side by side, else none: they take turns in an arena."""
         unique = {one.name: one for _, one in chosen}
-        weights = sum(one.stays.weight_bytes for one in unique.values())
         if self.memory_bytes is None or len(unique) == 1:
             return tuple(unique)
         pairs = [(one, one.memory(group.token_budget)) for group, (_, one) in zip(groups, chosen, strict=True)]
@@ -259,11 +259,11 @@ class SetPricer:
         self,
         chosen: Sequence[tuple[int, Priced]],
         groups: Sequence[LengthGroup],
-        kept: Collection[str],
+        held: int,
         overlap: bool,
     ) -> dict[str, int]:
-        weights = {one.name: one.stays.weight_bytes for _, one in chosen}
-        held = sum(weights.values()) if kept else max(weights.values())
+        """By strategy; `held` are the weights of all side by side, 0 where they take turns."""
+        held = held or max(one.stays.weight_bytes for _, one in chosen)
         found: dict[str, int] = {}
         for group, (_, one) in zip(groups, chosen, strict=True):
             memory = one.memory(group.token_budget)

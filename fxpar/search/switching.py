@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.exec_graph import Outline
 from fxpar.ir.strategy import Strategy
+from fxpar.passes.share_weights import lies_in
 from fxpar.search.kinds import MixedCandidate
 from fxpar.search.layouts import guessed_layout
 from fxpar.search.price import DEEPEST, Candidate, Depth, Priced, extrapolated
 from fxpar.search.space import placed_alike
 from fxpar.store import home_of
-from fxpar.switch import ParamLayout, layout_of
+from fxpar.switch import ParamLayout, PlacedParam, layout_of
 from fxpar.switch.order import HOME, SwitchSchedule, cheapest_order
 
 Outlines = Callable[[Strategy, int], Outline]  # how parameters lie, of a model with so many layers
@@ -36,6 +39,7 @@ class KnownSwitches:
     guess: bool
     _layouts: dict[str, ParamLayout] = field(default_factory=dict)
     _planned: list[SwitchSchedule] = field(default_factory=list)
+    _outside: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
 
     def add(self, strategies: Iterable[Priced]) -> None:
         """Learn how these lie. What was lowered says how all layers lie, as they repeat: nothing more is captured."""
@@ -52,12 +56,42 @@ class KnownSwitches:
             return None
         return layout_of(one.programs[one.samples.index(self.layers)], one.name)
 
+    def outside_bytes(self, one: str, others: Sequence[str]) -> int:
+        """Of the pieces under one placement, on the fullest rank: those that are no parts of what it has under another,
+        so no views of it (`fxpar.passes.share_weights`).
+        """
+        key = one, tuple(others)
+        if key not in self._outside:
+            layouts = [self._layouts[other].params for other in others]
+            tensors = [
+                (param, *(layout[fqn] for layout in layouts)) for fqn, param in self._layouts[one].params.items()
+            ]
+            # Many tensors share one description.
+            several = {tuple(map(id, each)): each for each in tensors}
+            counts = Counter(tuple(map(id, each)) for each in tensors)
+            total: Counter[int] = Counter()
+            for ids, (param, *theirs) in several.items():
+                for rank, nbytes in _outside(param, theirs):
+                    total[rank] += counts[ids] * nbytes
+            self._outside[key] = max(total.values(), default=0)
+        return self._outside[key]
+
     def seconds(self, target: str, sources: Sequence[str]) -> float:
         """Of the switch to the placement `target`, where `sources` still hold their weights; home always does."""
         if not self._planned:
             _, home = home_of(next(iter(self._layouts.values())))
             self._planned.append(SwitchSchedule(self._layouts, home, self.cluster, priced_only=True))
         return self._planned[0].weights(HOME, target, frozenset(sources)).predicted_s
+
+
+def _outside(mine: PlacedParam, theirs: Sequence[PlacedParam]) -> Iterator[tuple[int, int]]:
+    """(rank, bytes) of the pieces of a tensor that are no parts of others that the rank has."""
+    copies = [copy for other in theirs if other.dtype == mine.dtype for copy in other.copies]
+    for one in mine.copies:
+        nbytes = math.prod(one.local_shape(mine.shape)) * mine.dtype.itemsize
+        for rank in one.mesh.ranks:
+            if not any(rank in copy.mesh and lies_in(one, copy, mine.shape, rank) for copy in copies):
+                yield rank, nbytes
 
 
 @dataclass
@@ -106,14 +140,36 @@ class ModelSwitches:
         tells them apart. Without `guess` layouts are guessed only where more than DEEPEST layers would have to be
         captured; those of what was lowered are none.
         """
-        samples = self.depth.samples(max(one.strategy.stages for one in unique.values()))
+        samples = self._samples(unique)
+        known = self._known_of(unique, samples, guess)
+        placed = {name: placement_of(one.strategy) for name, one in unique.items()}
+        return SetSwitches(known, float(self.depth.beyond(samples)), placed, resident)
+
+    def weight_bytes(self, unique: Mapping[str, Priced], guess: bool) -> int:
+        """Of all strategies of a set side by side, on the fullest rank: pieces of one that lie inside those of a larger
+        one are the same memory (`fxpar.passes.share_weights`). Layouts as for `of_set`.
+        """
+        samples = self._samples(unique)
+        known, steps = self._known_of(unique, samples, guess), float(self.depth.beyond(samples))
+        largest_first = sorted(unique.values(), key=lambda one: -one.stays.weight_bytes)
+        placed = dict.fromkeys(placement_of(one.strategy) for one in largest_first)
+        total = largest_first[0].stays.weight_bytes
+        for number, place in enumerate(placed):
+            if number:
+                before = tuple(placed)[:number]
+                total += round(extrapolated([one.outside_bytes(place, before) for one in known], steps))
+        return total
+
+    def _samples(self, unique: Mapping[str, Priced]) -> tuple[int, ...]:
         if any(isinstance(one, MixedCandidate) and one.stands for one in unique.values()):
-            samples = (self.depth.layers,)
+            return (self.depth.layers,)
+        return self.depth.samples(max(one.strategy.stages for one in unique.values()))
+
+    def _known_of(self, unique: Mapping[str, Priced], samples: Sequence[int], guess: bool) -> list[KnownSwitches]:
         known = []
         for layers in samples:
             guesses = guess or layers > DEEPEST
             fresh = KnownSwitches(self.cluster, self.outlines, layers, guesses)
             known.append(self._known.setdefault((layers, guesses), fresh))
             known[-1].add(unique.values())
-        placed = {name: placement_of(one.strategy) for name, one in unique.items()}
-        return SetSwitches(known, float(self.depth.beyond(samples)), placed, resident)
+        return known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -20,12 +21,14 @@ PLANS = min(20, examples(30))  # six by day, of each
 Steps = list[tuple[list[str], float, dict[str, Any]]]
 
 
-def under_random_plans(rank: int) -> dict[str, Steps]:
+def under_random_plans(rank: int) -> dict[str, tuple[Steps, int]]:
     return {what: _steps(strategies) for what, strategies in STRATEGIES.items()}
 
 
-def _steps(strategies: dict[int, str]) -> Steps:
-    """The same mini-batch with the same weights in different plans: those for random limits, with random costs."""
+def _steps(strategies: dict[int, str]) -> tuple[Steps, int]:
+    """The same mini-batch with the same weights in different plans: those for random limits, with random costs. With
+    the number of process groups that this rank has then.
+    """
     model, batch = parallel(shallow, strategies=strategies, merge=True), sequences(3, LENGTHS)
     engine, rng, found = model.fxpar_session.engine, random.Random(7), []
     seen: set[str] = set()
@@ -42,14 +45,19 @@ def _steps(strategies: dict[int, str]) -> Steps:
         grads = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
         found.append(([group.strategy for group in report.groups], report.loss, grads))
         model.zero_grad()
-    return found
+    return found, model.fxpar_session.ground.process_groups.count
 
 
 @pytest.fixture(scope="module")
-def ran():
+def by_rank():
     for strategies in STRATEGIES.values():
         precompile(shallow, strategies)
-    return run_forked(4, under_random_plans)[0]
+    return run_forked(4, under_random_plans)
+
+
+@pytest.fixture(scope="module")
+def ran(by_rank):
+    return {what: steps for what, (steps, _) in by_rank[0].items()}
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +79,8 @@ def test_plans_have_all_rounds(ran, what, strategies):
     rounds = [names for names, *_ in ran[what]]
     assert max(map(len, rounds)) >= 2
     assert {name for names in rounds for name in names} == set(map(str, formations(strategies[192])))
+
+
+def test_few_process_groups(by_rank):
+    """Of two ranks, of four, and one more for what runs beside: none of replicas."""
+    assert {found["cut from one"][1] for found in by_rank} == {math.log2(4) + 1}

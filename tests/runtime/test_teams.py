@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +16,7 @@ from tests.runtime.hot import (
     hot,
     largest_error,
     loss_error,
+    one_device,
     parallel,
     precompile,
     sequences,
@@ -23,6 +27,7 @@ from tests.runtime.hot import (
 
 IN_STEP = "dp2+zero3 | dp1+zero3"
 LENGTHS = (5, 60, 33, 17, 130, 8, 90, 12, 45, 2)
+OF_BOTH = sequences(3, (60, 30, 100, 90, 8, 80))  # groups of `APART`
 CASES = {
     "with others": Case(
         [sequences(seed, LENGTHS) for seed in (3, 4)], {"strategies": {16: "dp4", 64: "cp2 | dp2", 512: "cp4"}}, small
@@ -73,13 +78,37 @@ def test_teams_in_step_have_what_the_lengths_ask_for(trained):
     assert largest_error(trained["in step"]["grads"], CASES["in step"].one_device()["grads"]) <= 1e-10
 
 
+APART = {64: "cp2 | dp1", 512: "cp2 | dp1+remat"}
+
+
+def goes_on(rank: int, begun: Any) -> tuple[float, bool]:
+    """The team of two ends its first round only when the other team has begun its second one."""
+    model = parallel(small, strategies=APART, overlap=True, order=list(APART.values()))
+    first, second = (model.fxpar_session.engine.bound[name] for name in APART.values())
+    waited, (run_first, run_second) = [True], (first.run_all, second.run_all)
+    if rank < 2:
+        first.run_all = lambda *given: (run_first(*given), waited.append(begun.wait(20)))
+    else:
+        second.run_all = lambda *given: (begun.set(), run_second(*given))
+    loss = model.train_step(OF_BOTH).loss
+    return loss, all(waited)
+
+
 def test_evaluates_and_calls():
-    """The mean over all teams of held-out sequences, with and without stages, in step, and plain calls: `model(x)`."""
+    """The mean over all teams of held-out sequences, with and without stages, in step, and plain calls: `model(x)`.
+    Before that, teams go on to the next round without the others.
+    """
     strategies = {16: IN_STEP, 64: "cp2 | dp1", 512: "pp2 | dp1"}
     precompile(stacked, strategies)
-    held_out = sequences(2, (20, 100, 2, 9))
+    precompile(small, APART)
+    held_out, begun = sequences(2, (20, 100, 2, 9)), multiprocessing.get_context("fork").Event()
 
     def work(rank: int) -> tuple[float, torch.Tensor]:
+        loss, went_on = goes_on(rank, begun)
+        assert went_on
+        assert loss == pytest.approx(
+            one_device(small(), [sequences(3, (60, 30, 100, 90, 8, 80))])["losses"][0], rel=1e-12
+        )
         model = parallel(stacked, strategies=strategies, plain="cp2 | dp1")
         found = model.evaluate(held_out)
         loss = model(input_ids=held_out[0][None], position_ids=torch.arange(20)[None]).square().sum()
