@@ -10,7 +10,7 @@ import torch
 from fxpar.annotate import annotate
 from fxpar.annotate.alternatives import AxisChoice, axis_choice, describe_option
 from fxpar.annotate.driver import annotate_and_search
-from fxpar.annotate.solve import AxisSearch
+from fxpar.annotate.solve import AxisSearch, Search
 from fxpar.ir.graph import AnnotatedGraph, LogicalGraph
 from fxpar.ir.strategy import Strategy
 from tests.captured import Mlp, llama, squared, take, vectors
@@ -105,6 +105,15 @@ def test_repeated_layers_decide_together():
     whole = choice.alternatives[-1].price
     assert whole is not None
     assert whole.penalty_bytes > 100 * abs(whole.moved_bytes)  # not traffic, but work that is not cut
+
+
+@pytest.mark.parametrize(("model", "of_rows"), [("mlp", True), ("llama", False)])
+def test_whole_reshards_change_no_cost(model, of_rows):
+    """They are declared so where rows may be cut as well as tokens; a row of tokens has one such dim."""
+    search = found(model, "tp4" if model == "mlp" else "tp2+sp")[1][0].search
+    assert search.of_rows == of_rows
+    costs = [Search(search.problem, search.node_cost, search.demands, how).run().cost for how in (False, True)]
+    assert costs[0].total_bytes == pytest.approx(costs[1].total_bytes, rel=1e-9)
 
 
 # ---------------------------------------------------------------------------------------------------- what is refused

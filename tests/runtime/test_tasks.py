@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -221,12 +222,15 @@ def joins_and_leaves(given: Mapping[str, fxpar.Task], folder: str, rank: int) ->
     resumed = other.train_step({"pairs": ALL["pairs"]})
     known = model.fxpar_session.tasks["caption"].compiled.logical
     kept = replace(given["caption"], weight=3.0, compiled=None)
-    model.change_tasks({"classify": given["classify"], "caption": kept}, STRATEGIES)
+    with warnings.catch_warnings(record=True) as told:
+        model.change_tasks({"classify": given["classify"], "caption": kept}, STRATEGIES)
     report = model.train_step({"classify": ALL["classify"], "caption": ALL["caption"]})
     grads = {n: p.grad if p.grad is None else p.grad.full_tensor() for n, p in model.named_parameters()}
     optimizer.step()
     again = model.fxpar_session.tasks["caption"].compiled.logical is known
-    return {"losses": [*found, report.loss], "step": report.step, "grads": grads, "kept": again, "resumed": resumed}
+    said = [str(one.message) for one in told]
+    end = {"step": report.step, "grads": grads, "kept": again, "resumed": resumed, "said": said}
+    return {"losses": [*found, report.loss], **end}
 
 
 def test_tasks_join_and_leave(ran):
@@ -245,6 +249,16 @@ def test_tasks_join_and_leave(ran):
         assert found["resumed"].loss == found["losses"][1]
         assert found["resumed"].step == 3
         assert largest_error(found["grads"], last["grads"]) <= 1e-9
+
+
+def test_tasks_that_share_nothing_run_and_are_told(ran):
+    """One reads images and the other text: above they train as on one device."""
+    said = ran[0]["joins and leaves"]["said"]
+    for name in ("classify", "caption"):
+        assert (
+            sum(one.startswith(f"task {name!r} trains no parameter that another task trains. It") for one in said) == 1
+        )
+    assert not ran[1]["joins and leaves"]["said"]
 
 
 def test_what_is_refused(ran):

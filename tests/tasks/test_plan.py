@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fxpar import Task
 from fxpar.cost.cluster import usual_cluster
 from fxpar.cost.group import group_cost
-from fxpar.errors import ClusterError, RunMemoryError
+from fxpar.errors import ClusterError, FitsNoDevicesError, NotYetError, RunMemoryError
 from fxpar.ir.node_meta import fqn_of
 from fxpar.lowering import lower
 from fxpar.tasks import TaskStep, captured, plan_tasks
@@ -83,6 +83,16 @@ def test_a_batch_that_cannot_be_spread_stays_on_one_device():
 def test_mistakes():
     with pytest.raises(ClusterError, match="too small for strategies on 4 ranks"):
         plan_tasks({"text": step("text")}, CLUSTER, 4)
+
+
+def test_a_task_that_no_strategy_runs(monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise NotYetError("a scan over rows", "Write it out.")
+
+    monkeypatch.setattr("fxpar.tasks.times.lower", refuse)
+    why = r"'text' fits on no devices: it runs under no strategy\. dp1: .*a scan over rows.*; cp2: "
+    with pytest.raises(FitsNoDevicesError, match=why):
+        plan_tasks({"text": step("text")}, CLUSTER)
 
 
 def test_widths_of_metaops():
