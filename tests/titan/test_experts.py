@@ -18,8 +18,8 @@ STRATEGIES = {48: "dp2", 96: "ep2+remat", 128: "tp2+sp"}
 
 
 def recipe(kind: str, strategies: dict[int, str] | None) -> Any:
-    """Two layers, three steps of two rows of 128 tokens in fp32. So are experts, which compute in bf16 elsewhere on both
-    sides: there the least difference in what comes in may round otherwise.
+    """Two layers, three steps of two rows of 128 tokens in fp32. So are experts: in bf16, in which they compute on both
+    sides, the least difference in what comes in may round otherwise.
     """
     torch.Tensor.bfloat16 = torch.Tensor.float  # type: ignore[method-assign, assignment] # of this forked rank
     given = debug_recipe(kind)
