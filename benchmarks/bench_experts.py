@@ -1,13 +1,15 @@
 """One step with experts on 4 ranks: `ep4` against torchtitan's expert parallelism, on gloo.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_experts.py [--tokens 1024] [--steps 1] [--rounds 8] [--tiny] [--json OUT]
+    OMP_NUM_THREADS=1 python benchmarks/bench_experts.py [--tokens 1024] [--steps 1] [--rounds 8] [--ops 12] [--tiny]
+        [--json OUT]
 
 A small model with 8 experts in each layer, of which a token takes 2; forward, backward and AdamW in fp32, one sequence
 of as many tokens on each rank, from the same weights. The other side is the same model as its users write it: eager
 modules, whose tokens torchtitan's dispatcher sends to experts and back, gradients of all else averaged in one message.
 torchtitan's experts compute in bf16 alone, so here their grouped products are called in fp32. Losses and gradients must
 agree. The figure is CPU milliseconds per step (process time, all threads) summed over ranks: wall times swing on shared
-machines. Both take turns within a round; the ratio is the median over rounds. Target: at most 0.8.
+machines. Both take turns within a round; the ratio is the median over rounds. Target: at most 0.8. With --ops the
+costliest ops of each follow, by the time of the thread that calls them: without gloo's threads, and Python between ops.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import copy
 import json
 import os
 import statistics
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 from turns import accept, cpu_ms_of_all
 
 from fxpar import expert_mm, weighted_sum
@@ -181,13 +186,34 @@ def _square(grads: Mapping[str, Tensor]) -> float:
     return float(of_experts + sum(grad.double().square().sum() for fqn, grad in grads.items() if not _of_experts(fqn)))
 
 
+class Timed(TorchDispatchMode):
+    """CPU ms of this thread in each op, with what the op calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ms: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        begun = time.thread_time()
+        found = func(*args, **(kwargs or {}))
+        self.ms[str(func).removesuffix(".default")] += 1e3 * (time.thread_time() - begun)
+        return found
+
+
 def measure(
-    program: TrainGraph, model: nn.Module, tokens: Tensor, steps: int, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """On one rank: CPU ms per step summed over ranks, of each way and round; norms of gradients at the start."""
+    program: TrainGraph, model: nn.Module, tokens: Tensor, steps: int, rounds: int, ops: bool
+) -> tuple[dict[str, list[float]], dict[str, float], dict[str, Counter[str]]]:
+    """On one rank: CPU ms per step summed over ranks, of each way and round; norms of gradients at the start; and, if
+    asked for, the ms of this rank's ops in `rounds` more steps.
+    """
     made = {MINE: of_fxpar(program, model, tokens), BASE: of_torchtitan(model, tokens)}
     norms = {name: step() for name, step in made.items()}
-    return cpu_ms_of_all(made, steps, rounds), norms
+    cpu_ms, timed = cpu_ms_of_all(made, steps, rounds), {name: Timed() for name in made}
+    for _ in range(rounds if ops else 0):
+        for name, step in made.items():
+            with timed[name]:
+                step()
+    return cpu_ms, norms, {name: one.ms for name, one in timed.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -195,6 +221,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=SIZES.seq, help="of each rank's sequence")
     parser.add_argument("--steps", type=int, default=1, help="per round")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--ops", type=int, default=0, help="so many of the costliest ops of each")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, one step, to see that it runs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
@@ -204,12 +231,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     length = sizes.seq if args.tiny else args.tokens
     tokens = torch.randint(0, sizes.vocab, (WORLD, length + 1), generator=torch.Generator().manual_seed(1))
     program = program_of(model, tokens)
-    cpu_ms, norms = run_forked(WORLD, lambda _: measure(program, model, tokens, steps, rounds), timeout_s=3600)[0]
+    ranks = run_forked(WORLD, lambda _: measure(program, model, tokens, steps, rounds, args.ops > 0), timeout_s=3600)
+    cpu_ms, norms, _ = ranks[0]
     accept(MINE, abs(norms[MINE] / norms[BASE] - 1), TOLERANCE)
     ratio = statistics.median(a / b for a, b in zip(cpu_ms[MINE], cpu_ms[BASE], strict=True))
     for name, mine in cpu_ms.items():
         print(f"{name:12} {statistics.median(mine):8.1f} CPU ms")
     print(f"ratio {ratio:.2f}, target <= {TARGET}; {length} tokens per rank, load {os.getloadavg()[0]:.1f}")
+    for name in cpu_ms if args.ops else ():
+        ms = sum((rank[2][name] for rank in ranks), Counter())
+        print(f"{name}: {sum(ms.values()) / rounds:.0f} CPU ms in ops")
+        for op, spent in ms.most_common(args.ops):
+            print(f"    {op:60} {spent / rounds:6.1f}")
     if args.json:
         found = {"cpu_ms": cpu_ms, "ratio": ratio, "tokens": length, "load1": os.getloadavg()[0]}
         args.json.write_text(json.dumps(found, indent=1))

@@ -49,7 +49,7 @@ PIECES = (
     _piece("chunks", "The loss in chunks", "chunks.py"),
     _piece("lsh", "Compressed experts", "lsh.py"),
     _piece("lsh-quality", "Compressed experts, two models and fine-tuning", "lsh_quality.py"),
-    _piece("experts", "Experts on 4 ranks", "experts.py"),
+    _piece("experts", "Experts on 4 ranks", "experts.py --rounds 12 --ops 16"),
 )
 
 

@@ -266,6 +266,7 @@ def one_device(config: FxparTrainer.Config, world: int, parallelize: Callable[..
 def _overrides(config: FxparTrainer.Config) -> Iterator[str]:
     """What fxpar captures in the place of parts of the model, by torchtitan's paths."""
     if config.fxpar.override_attention:
+        assert config.model_spec is not None
         model = config.model_spec.model
         yield from attention.FOR_GPT_OSS if isinstance(model, titan.GptOssModel.Config) else attention.FOR_FXPAR
     if any(mixtures(config)):

@@ -70,16 +70,30 @@ def _place_rows(rows: Tensor, order: Tensor, ids: Tensor) -> Tensor:
 
 
 def _combine(rows: Tensor, weights: Tensor | None, order: Tensor, ids: Tensor) -> Tensor:
+    if rows.device.type == "cpu" and (weights is not None or ids.shape[1] <= 4):  # of more ATen sums groups of four
+        return _added_up(rows, weights, order, ids)
     placed = _place_rows(rows, order, ids)
     return placed.sum(1) if weights is None else _weighted_sum(placed, weights)
 
 
+def _added_up(rows: Tensor, weights: Tensor | None, order: Tensor, ids: Tensor) -> Tensor:
+    """On a CPU `index_add_` goes from row to row, so rows in the order of tokens and slots give the bits of a sum slot
+    after slot; none is made for pairs that are not in order.
+    """
+    pairs, place = torch.sort(order)
+    terms = rows.index_select(0, place).to(_wide(rows, rows if weights is None else weights))
+    if weights is not None:
+        terms.mul_(weights.reshape(-1, 1).index_select(0, pairs))
+    total = terms.new_zeros(ids.shape[0], rows.shape[1])
+    return total.index_add_(0, pairs // ids.shape[1], terms).to(rows.dtype)
+
+
 def _combine_backward(grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     wide = _wide(rows, weights)
-    spread = _dispatch(grad, order, weights)
-    drows = (spread * weights.reshape(-1, 1).index_select(0, order)).to(rows.dtype)
+    spread, by_row = _dispatch(grad, order, weights), weights.reshape(-1, 1).index_select(0, order)
     dweights = (spread.to(wide) * rows).sum(1, keepdim=True).to(weights.dtype)
-    return drows, _place_rows(dweights, order, weights).squeeze(2)
+    drows = spread.mul_(by_row) if spread.dtype == by_row.dtype else spread * by_row
+    return drows.to(rows.dtype), _place_rows(dweights, order, weights).squeeze(2)
 
 
 def _wide(rows: Tensor, weights: Tensor) -> torch.dtype:
@@ -131,9 +145,10 @@ def _grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0)
         out = F.grouped_mm(rows, weight, offs=ends.int())
         return out.masked_fill_((torch.arange(len(rows), device=rows.device) >= ends[-1])[:, None], 0.0)
-    out = rows.new_zeros(rows.shape[0], weight.shape[2])
+    out, end = rows.new_empty(rows.shape[0], weight.shape[2]), 0
     for expert, start, end in _spans(counts):
         torch.mm(rows[start:end], weight[expert], out=out[start:end])
+    out[end:] = 0.0
     return out
 
 
@@ -142,8 +157,10 @@ def _grouped_mm_backward(grad: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     if _has_kernel(grad, rows):
         out = F.grouped_mm(rows.t(), grad, offs=counts.cumsum(0).int())
         return out.masked_fill_((counts == 0)[:, None, None], 0.0)
-    out = rows.new_zeros(counts.shape[0], rows.shape[1], grad.shape[1])
-    for expert, start, end in _spans(counts):
+    spans = _spans(counts)
+    make = rows.new_empty if len(spans) == len(counts) else rows.new_zeros
+    out = make(counts.shape[0], rows.shape[1], grad.shape[1])
+    for expert, start, end in spans:
         torch.mm(rows[start:end].t(), grad[start:end], out=out[expert])
     return out
 

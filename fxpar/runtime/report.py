@@ -50,9 +50,10 @@ class GroupReport:
 @dataclass(frozen=True)
 class ExpertLoad:
     """How even the work of one module's experts was in a mini-batch: rows that went to each expert, and rows that each
-    rank of the world has computed. A row is a token for one of its experts; padding counts. `wanted` are the rows that
-    the router sent to each expert where a capacity has left some out, else (). `residual` is how far rows are from the
-    means that experts have seen in their place, over how long they are (roots of sums of squares); None without `lsh`.
+    rank of the world has computed. A row is a token for one of its experts; padding counts if the model gives it any.
+    `wanted` are the rows that the router sent to each expert where a capacity has left some out, else (). `residual` is
+    how far rows are from the means that experts have seen in their place, over how long they are (roots of sums of
+    squares); None without `lsh`.
     """
 
     module: str

@@ -147,3 +147,14 @@ def test_captures_with_symbolic_tokens_and_is_differentiated_once():
 def test_bad_operands(x, w, ids, why):
     with pytest.raises(OpInputError, match=why):
         own.expert_mm(x, w, ids)
+
+
+@pytest.mark.parametrize(("slots", "weighted"), [(4, True), (4, False), (8, True)])
+def test_sums_of_rows_that_are_here_have_the_bits_of_sums_over_all_slots(slots, weighted):
+    ids = ids_of("absent", slots, 8)
+    order, _ = own_rows(ids, 8)
+    g = torch.Generator().manual_seed(2)
+    rows, p = torch.randn(len(order), 33, generator=g), torch.randn(N, slots, generator=g)
+    placed = own.place_rows(rows, order, ids)
+    want = own.weighted_sum(placed, p) if weighted else placed.sum(1)
+    assert torch.equal(own.combine(rows, p if weighted else None, order, ids), want)

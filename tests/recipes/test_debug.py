@@ -12,6 +12,7 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from fxpar.data import default_cache_dir, open_corpus
 from fxpar.recipes import debug
 from fxpar.recipes import torchtitan_api as titan
+from fxpar.recipes.checks import mixtures
 from fxpar.recipes.debug import debug_recipe
 
 
@@ -88,6 +89,7 @@ def test_the_dataset_is_known_to_torchtitan(monkeypatch):
 def test_debug_recipes(kind):
     recipe = debug_recipe(kind)
     assert recipe.model_spec.flavor.startswith("debugmodel")
+    assert any(mixtures(recipe)) == (kind not in ("llama3", "qwen3"))
     assert recipe.dataloader.dataset in titan.text_datasets.DATASETS
     assert HuggingFaceTokenizer(tokenizer_path=recipe.hf_assets_path).get_vocab_size() <= (
         recipe.model_spec.model.vocab_size

@@ -1,6 +1,4 @@
-"""torchtitan's mixtures of experts under fxpar: losses, gradient norms, weights and biases of routers of stock torchtitan
-on one rank.
-"""
+"""Mixtures of torchtitan under fxpar: losses, norms, weights and biases of routers of stock torchtitan on one rank."""
 
 from __future__ import annotations
 
@@ -14,14 +12,14 @@ from fxpar.recipes.debug import debug_recipe
 
 from .runs import train
 
-# Each imports torchtitan in five ranks. By day: tests/recipes/test_experts.py.
-pytestmark = [pytest.mark.titan, pytest.mark.nightly]
+# Half a minute of CPU time each; by day: tests/recipes/test_experts.py. torchtitan's router asks for float32.
+pytestmark = [pytest.mark.titan, pytest.mark.nightly, pytest.mark.filterwarnings("ignore:In CPU autocast")]
 STRATEGIES = {48: "dp2", 96: "ep2+remat", 128: "tp2+sp"}
 
 
 def recipe(kind: str, strategies: dict[int, str] | None) -> Any:
-    """Two layers, three steps of two rows of 128 tokens in fp32: experts too, which compute in bf16 on both sides, where
-    the least difference in what comes in may round otherwise.
+    """Two layers, three steps of two rows of 128 tokens in fp32. So are experts: in bf16, in which they compute on both
+    sides, the least difference in what comes in may round otherwise.
     """
     torch.Tensor.bfloat16 = torch.Tensor.float  # type: ignore[method-assign, assignment] # of this forked rank
     given = debug_recipe(kind)
