@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,9 @@ from fxpar.cli.request import check_replaced, replace_output, to_json, write_out
 from fxpar.cli.run_commands import ProfileRequest
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ProfileError
+from fxpar.profiling.kept import Kept
 from fxpar.profiling.points import Point, measured
-from fxpar.profiling.record import described, device_name, file_content
+from fxpar.profiling.record import VERSION, described, device_name, file_content
 from fxpar.profiling.trials import device_series, link_series
 from fxpar.train.launch import run_ranks
 from fxpar.train.preflight import RANKS_PER_CORE
@@ -91,17 +93,29 @@ def _as_rank(request: ProfileRequest) -> None:
 
 def _measure(request: ProfileRequest, device: torch.device, rank: int, world: int, nodes: int) -> None:
     torch.set_num_threads(request.threads)
+    keeps = rank == 0 and request.output != "-"
+    known = Kept.of(Path(f"{request.output}.part") if keeps else None, _settings(request, device, world))
+    if keeps and known.seconds:
+        words = f"going on where it was interrupted: {known.path} has {len(known.seconds)} measurements"
+        stdout_console().print(words, markup=False)
     with working("measuring") if rank == 0 else nullcontext(Work("")) as work:
         series = device_series(device) + (link_series(device, nodes) if world > 1 else [])
-        points = measured(series, device, request.seconds, lambda text: work.update(f"measuring {text}"))
+        points = measured(series, device, request.seconds, lambda text: work.update(f"measuring {text}"), known)
     if rank:
         return
     cluster = described(points, device, nodes, world, request.threads)
     replace_output(request.output, to_json(file_content(cluster, points, device, request.threads)))
+    known.done()
     if request.output != "-":
         console = stdout_console()
         console.print(f"{request.output}: {world} x {device_name(device)}", markup=False)
         print_table(console, ("", "sustained", ""), shown(cluster, points))
+
+
+def _settings(request: ProfileRequest, device: torch.device, world: int) -> dict[str, Any]:
+    """With others a measurement begins anew."""
+    asked = {"seconds": request.seconds, "threads": request.threads, "ranks": world}
+    return {"version": VERSION, "device": device_name(device), "torch": torch.__version__, **asked}
 
 
 def shown(cluster: ClusterSpec, points: Sequence[Point]) -> list[tuple[str, str, str]]:

@@ -123,21 +123,7 @@ class ClusterSpec:
 
         Raises ClusterError for a bad file, an unknown key, a missing or bad value.
         """
-        name = repr(str(path))
-        if str(path) in shipped():
-            path = _SHIPPED / f"{path}.toml"
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-            data = read(text, "JSON" if Path(path).suffix == ".json" else "TOML")
-        except OSError as error:
-            kinds = "" if Path(path).suffix else f"; kinds of nodes that fxpar describes: {', '.join(shipped())}"
-            raise ClusterError(name, f"cannot be read: {error.strerror or error}{kinds}") from error
-        except ValueError as error:  # bad JSON, bad TOML, bytes that are no text
-            why = f"it is not text: {error}" if isinstance(error, UnicodeError) else str(error)
-            raise ClusterError(name, why) from error
-        if not isinstance(data, dict):
-            raise ClusterError(name, "is not a table of keys and values")
-        return cls.from_dict(data, name)
+        return cls.from_dict(_content(path), repr(str(path)))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: str = "description") -> ClusterSpec:
@@ -161,6 +147,34 @@ class ClusterSpec:
         found = {one.name: getattr(self, one.name) for one in fields(self)}
         found["device"] = self.device.to_json() if self.device else None
         return {key: value for key, value in found.items() if value is not None}
+
+
+def measured_on(path: str | Path) -> tuple[str, str] | None:
+    """(device, torch) of a file that `fxpar profile` wrote; None for one that says nothing of it. Raises ClusterError
+    for what cannot be read.
+    """
+    about = _content(path).get(MEASURED)
+    device, version = (about.get("device"), about.get("torch")) if isinstance(about, dict) else (None, None)
+    return (device, version) if isinstance(device, str) and isinstance(version, str) else None
+
+
+def _content(path: str | Path) -> dict[str, Any]:
+    """The tables of a cluster file, or of the kind of nodes with this name. Raises ClusterError."""
+    name = repr(str(path))
+    if str(path) in shipped():
+        path = _SHIPPED / f"{path}.toml"
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        data = read(text, "JSON" if Path(path).suffix == ".json" else "TOML")
+    except OSError as error:
+        kinds = "" if Path(path).suffix else f"; kinds of nodes that fxpar describes: {', '.join(shipped())}"
+        raise ClusterError(name, f"cannot be read: {error.strerror or error}{kinds}") from error
+    except ValueError as error:  # bad JSON, bad TOML, bytes that are no text
+        why = f"it is not text: {error}" if isinstance(error, UnicodeError) else str(error)
+        raise ClusterError(name, why) from error
+    if not isinstance(data, dict):
+        raise ClusterError(name, "is not a table of keys and values")
+    return data
 
 
 def _too_large(nodes: int, devices_per_node: int) -> str:

@@ -22,6 +22,16 @@ class ProfileError(FxparError):
         super().__init__(f"fxpar profile {why}. {what_to_do}")
 
 
+class MeasuredElsewhereError(FxparError):
+    """A cluster file of `fxpar profile` that was measured on other devices or with another torch than run here."""
+
+    def __init__(self, path: str, measured: str, here: str) -> None:
+        super().__init__(
+            f"cluster {path!r} was measured on {measured}, and this run has {here}. Measure it here with `fxpar "
+            "profile`, or delete the table `measured` from the file if its figures are meant all the same"
+        )
+
+
 class LayoutError(FxparError):
     """Two weight layouts that do not belong together, or a model that a strategy cannot be laid out for."""
 

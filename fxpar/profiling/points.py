@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fxpar.profiling.kept import Kept
+
 ROUNDS, MOST_RUNS = 3, 1000
 LEAST_TRIALS = 3  # of a series: a line or a curve goes through them
 BESIDE = "product beside gathers"
@@ -68,15 +70,28 @@ _SIZES = {
 
 
 def measured(
-    series: Iterable[Iterator[Trial]], device: torch.device, seconds: float, say: Callable[[str], object]
+    series: Iterable[Iterator[Trial]],
+    device: torch.device,
+    seconds: float,
+    say: Callable[[str], object],
+    known: Kept | None = None,
 ) -> list[Point]:
     """The points of each series, whose trials become larger. About `seconds` are spent on each point: a trial that is
     expected to take longer ends its series; one of the first LEAST_TRIALS only if that is SLOW times as long. All ranks
     call it with equal series.
 
     All points are measured ROUNDS times, one after the other, so that what else the machine does hits all alike; the
-    median counts.
+    median counts. What is `known` is not measured again.
     """
+    known = Kept() if known is None else known
+
+    def taken_s(trial: Trial, number: int) -> float:
+        what = f"(round {number} of {ROUNDS}) {trial.words()}"
+        if what not in known.seconds:
+            say(what)
+            known.add(what, _taken_s(trial, device, seconds / ROUNDS))
+        return known.seconds[what]
+
     kept: list[tuple[Trial, list[float]]] = []
     for trials in series:
         mine: list[tuple[Trial, list[float]]] = []
@@ -86,19 +101,18 @@ def measured(
                 most_s = seconds if len(mine) >= LEAST_TRIALS else SLOW * seconds
                 if taken * trial.amount / last.amount > most_s:
                     break
-            mine.append((trial, [_taken_s(trial, device, seconds / ROUNDS, say, 1)]))
+            mine.append((trial, [taken_s(trial, 1)]))
         kept += mine
     for number in range(2, ROUNDS + 1):
         for trial, found in kept:
-            found.append(_taken_s(trial, device, seconds / ROUNDS, say, number))
+            found.append(taken_s(trial, number))
     return [Point(one.kind, one.of, one.size, one.amount, statistics.median(found)) for one, found in kept]
 
 
-def _taken_s(trial: Trial, device: torch.device, seconds: float, say: Callable[[str], object], number: int) -> float:
+def _taken_s(trial: Trial, device: torch.device, seconds: float) -> float:
     """Of the slowest rank: the mean of as many runs on each rank as rank 0 can do in this time, begun by all ranks
     together. One run is no measure: where ranks take turns on a core, it may fall into a turn.
     """
-    say(f"(round {number} of {ROUNDS}) {trial.words()}")
     run = trial.prepare()
     _timed(run, 1, device)
     once = _timed(run, 1, device)

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fxpar.cost.cluster import MEASURED, ClusterSpec, ranks_per_core, usual_cluster
+from fxpar.cost.cluster import MEASURED, ClusterSpec, measured_on, ranks_per_core, usual_cluster
 from fxpar.cost.device import GPU, Device
+from fxpar.errors import MeasuredElsewhereError
 from fxpar.profiling.points import BESIDE, LEAST_TRIALS, Point
 from fxpar.profiling.trials import THIN_ROWS
 
@@ -196,6 +197,16 @@ def file_content(cluster: ClusterSpec, points: Sequence[Point], device: torch.de
         "points": [point.to_json() for point in points],
     }
     return {**cluster.to_json(), MEASURED: about}
+
+
+def check_measured(path: str, device: torch.device) -> None:
+    """See that a cluster file, if `fxpar profile` wrote it, is of such a device with this torch.
+
+    Raises MeasuredElsewhereError, ClusterError.
+    """
+    found, here = measured_on(path), (device_name(device), torch.__version__)
+    if found is not None and found != here:
+        raise MeasuredElsewhereError(path, " with torch ".join(found), " with torch ".join(here))
 
 
 def device_name(device: torch.device) -> str:

@@ -37,7 +37,8 @@ class PricedGroup:
 @dataclass(frozen=True)
 class PricedSet:
     """Seconds of a mean mini-batch; `switch_s` and `reduce_s` are what those take, `exposed_s` what of both the step
-    waits for. `memory_bytes` by strategy: the peak of a rank while it runs.
+    waits for. `memory_parts` by strategy: what a rank holds while it runs, by what for (gradients stand with the
+    parameters at home; with switches what the other strategies need beyond this one).
     """
 
     groups: tuple[PricedGroup, ...]
@@ -46,8 +47,13 @@ class PricedSet:
     switch_s: float
     reduce_s: float
     optimizer_s: float
-    memory_bytes: Mapping[str, int]
+    memory_parts: Mapping[str, Mapping[str, int]]
     optimizer_bytes: int  # of them
+
+    @property
+    def memory_bytes(self) -> dict[str, int]:
+        """By strategy: the peak of a rank while it runs."""
+        return {name: sum(parts.values()) for name, parts in self.memory_parts.items()}
 
     @property
     def simulated_s(self) -> float:
@@ -220,7 +226,7 @@ class SetPricer:
             switch_s=switch_s,
             reduce_s=reduce_s,
             optimizer_s=self.optimizer_s,
-            memory_bytes=self._memory(chosen, groups, weights if kept else 0, overlap),
+            memory_parts=self._memory(chosen, groups, weights if kept else 0, overlap),
             optimizer_bytes=max(one.stays.optimizer_bytes for _, one in chosen),
         )
 
@@ -261,14 +267,20 @@ class SetPricer:
         groups: Sequence[LengthGroup],
         held: int,
         overlap: bool,
-    ) -> dict[str, int]:
-        """By strategy; `held` are the weights of all side by side, 0 where they take turns."""
+    ) -> dict[str, dict[str, int]]:
+        """Parts, by strategy; `held` are the weights of all side by side, 0 where they take turns."""
         held = held or max(one.stays.weight_bytes for _, one in chosen)
-        found: dict[str, int] = {}
+        found: dict[str, dict[str, int]] = {}
         for group, (_, one) in zip(groups, chosen, strict=True):
             memory = one.memory(group.token_budget)
-            taken = memory.stays_bytes + held + memory.beside_bytes + _beyond(one, chosen, overlap)
-            found[one.name] = max(found.get(one.name, 0), taken)
+            parts = {
+                "home": memory.home_bytes,
+                "optimizer": memory.optimizer_bytes,
+                "weights": held,
+                "micro_batch": memory.step_bytes,
+                "switches": memory.staging_bytes + _beyond(one, chosen, overlap),
+            }
+            found[one.name] = max(found.get(one.name, parts), parts, key=lambda one: sum(one.values()))
         return found
 
 

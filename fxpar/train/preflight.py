@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from fxpar.checkpoint import latest_checkpoint
@@ -29,6 +30,7 @@ from fxpar.errors import (
     muted_warnings,
 )
 from fxpar.ir.teams import formations
+from fxpar.profiling.record import check_measured
 from fxpar.store.folder import Given
 from fxpar.switch.order import check_order
 from fxpar.train.config import TrainConfig, described_cluster
@@ -55,10 +57,14 @@ def check_ranks(config: TrainConfig) -> None:
 
 
 def preflight(config: TrainConfig) -> None:
-    """Raises ClusterError, and what `check_folders` raises."""
+    """Raises ClusterError, MeasuredElsewhereError, and what `check_folders` raises."""
     cluster = described_cluster(config.engine)
     if cluster is not None:
         cluster.require(config.world)
+    if isinstance(config.engine.cluster, str):
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", config.world))
+        on_gpus = config.run.device != "cpu" and torch.cuda.device_count() >= local
+        check_measured(config.engine.cluster, torch.device("cuda" if on_gpus else "cpu"))
     check_folders(config)
 
 

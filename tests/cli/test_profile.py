@@ -12,6 +12,8 @@ from rich.console import Console
 
 from fxpar.cli import profile
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.errors import ProfileError
+from fxpar.profiling import points
 from tests.cli.helpers import fxpar
 
 TINY = ("--seconds", "0.002")
@@ -77,6 +79,33 @@ def test_a_file_is_replaced_when_told(tmp_path):
     assert fxpar("profile", *TINY, "--force")[0] == 0
     assert [path.name for path in tmp_path.iterdir()] == ["cluster.json"]
     assert ClusterSpec.from_file("cluster.json").world == 1
+
+
+def test_what_was_interrupted_goes_on(monkeypatch, tmp_path):
+    """Nothing is measured twice, unless it was measured otherwise; a line that was torn is measured again."""
+    runs: list[str] = []
+    taken_s = points._taken_s
+
+    def counted(trial, *rest):
+        runs.append(trial.words())
+        if len(runs) == 9:
+            raise ProfileError("was interrupted", "Again")
+        return taken_s(trial, *rest)
+
+    monkeypatch.setattr(points, "_taken_s", counted)
+    assert fxpar("profile", *TINY)[0] == 1
+    part = tmp_path / "cluster.json.part"
+    assert len(part.read_text().splitlines()) == 1 + 8
+    part.write_text(part.read_text()[:-5])
+    status, out, _ = fxpar("profile", *TINY)
+    assert status == 0
+    assert "going on where it was interrupted: cluster.json.part has 7 measurements\n" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["cluster.json"]
+    assert runs[9] == runs[7] not in runs[:7]
+    part.write_text('{"seconds": 1}\n["x", 1.0]\n')
+    first, runs[:] = runs[0], [""] * 9
+    status, out, _ = fxpar("profile", *TINY, "--force")
+    assert (status, "going on" in out, runs[9]) == (0, False, first)
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ def test_several_strategies_must_be_worth_it(seconds, chosen, monkeypatch):
 
     def priced(time: float, *strategies: str) -> PricedSet:
         groups = tuple(PricedGroup(64 * 4**i, one, 512, time, 0.0, time) for i, one in enumerate(strategies))
-        return PricedSet(groups, time, 0.0, 0.0, 0.0, 0.0, dict.fromkeys(strategies, 1), 0)
+        return PricedSet(groups, time, 0.0, 0.0, 0.0, 0.0, {one: {} for one in strategies}, 0)
 
     one, several = priced(1.0, "dp2"), priced(seconds, "tp2+sp", "dp2")
     found = Found((several,), one, 0.5, 0.5, seconds, 9, 0, 1, {}, 0.1)

@@ -208,6 +208,9 @@ def test_each_plan_fits_and_holds_all_lengths():
     for plan in found.plans:
         assert plan.groups[-1].limit == 512
         assert all(nbytes <= given.memory_bytes for nbytes in plan.memory_bytes.values())
+        for name, parts in plan.memory_parts.items():  # what they share is counted alike, and once
+            assert parts["optimizer"] == plan.optimizer_bytes == parts["home"] > 0, name
+            assert parts["weights"] > 0 < parts["micro_batch"], name
         assert all(group.token_budget >= group.limit for group in plan.groups)
         assert sum(group.tokens for group in plan.groups) == pytest.approx(
             sum(map(sum, given.batches)) / len(given.batches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from dataclasses import replace
@@ -9,9 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fxpar.checkpoint.lock import LOCK, release, take
-from fxpar.errors import ResumeError, RunFolderError, RunInUseError, WeightsMismatchError
+from fxpar.errors import MeasuredElsewhereError, ResumeError, RunFolderError, RunInUseError, WeightsMismatchError
+from fxpar.profiling.record import device_name
 from fxpar.runtime.forked import run_forked
 from fxpar.train import preflight
 from fxpar.train.config import parse_config
@@ -40,6 +43,21 @@ folder = "{checkpoints}"
 def config(tmp_path):
     text = CONFIG.format(folder=tmp_path / "run", checkpoints=tmp_path / "kept")
     return parse_config(text, "test.toml", "test", [])
+
+
+def test_figures_of_another_machine_are_refused(config, tmp_path):
+    """What `fxpar profile` wrote there; without the table that says where, figures are taken as they are."""
+    path, figures = tmp_path / "cluster.json", {"nodes": 1, "devices_per_node": 2, "intra_gb_per_s": 4}
+    figures |= {"inter_gb_per_s": 1, "latency_us": 9}
+    here = {"device": device_name(torch.device("cpu")), "torch": torch.__version__}
+    config = replace(config, engine=replace(config.engine, cluster=str(path)))
+    for measured in ({"measured": here}, {"measured": {}}, {}):
+        path.write_text(json.dumps(figures | measured))
+        preflight.preflight(config)
+    for key, other in (("device", "a device"), ("torch", "2.0")):
+        path.write_text(json.dumps(figures | {"measured": here | {key: other}}))
+        with pytest.raises(MeasuredElsewhereError, match=rf"measured on .*{other}.* or delete the table `measured`"):
+            preflight.preflight(config)
 
 
 @pytest.mark.parametrize("busy", ["run", "kept"])
