@@ -25,12 +25,13 @@ from functools import cached_property
 
 import numpy as np
 
+from fxpar.cost.polynomial import Polynomial
 from fxpar.errors import NoCandidateError, SequenceFitsNowhereError
 from fxpar.ir.collector import collector_paused
 from fxpar.ir.strategy import Strategy, of_degrees
 from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
 from fxpar.search.chunked import ChunkSearch
-from fxpar.search.floors import Floor
+from fxpar.search.floors import Floor, again_s
 from fxpar.search.ideal import Kernels, ideal_seconds
 from fxpar.search.known import KnownModel, Said
 from fxpar.search.lengths import length_edges
@@ -79,6 +80,7 @@ class _Search:
     priced: dict[Groups, PricedSet | None] = field(default_factory=dict)
     settled: dict[Groups, PricedSet] = field(default_factory=dict)
     used: dict[Groups, Groups] = field(default_factory=dict)  # of sets with groups that no mini-batch has
+    again: dict[Strategy, tuple[Polynomial, Polynomial]] = field(default_factory=dict)  # see `again_s`
     uniform_s: float = np.inf  # of the best set without rules
 
     def __post_init__(self) -> None:
@@ -105,7 +107,7 @@ class _Search:
         left: list[Tried] = [(shape, 0) for shape in self.problem.shapes]
         while left:
             following: list[Tried] = []
-            for shape, level in left:
+            for shape, level in sorted(left, key=_costs_least_first):
                 # Those before it in its round may have made it useless.
                 tried = self._helpful(shape, level) if level or shape.chunks > 1 else (shape, level)
                 further = tried and self._add(*tried)
@@ -170,13 +172,15 @@ class _Search:
         return any(bool(found[:, self.intervals.inside].any()) for found in at_best)
 
     def _floor(self, base: Priced, strategy: Strategy) -> Priced | None:
+        """What a strategy takes at least; None if that is not known."""
         flat = base.flat if isinstance(base, StagedGuess) else base
         if not isinstance(flat, Candidate) or len(flat.programs) == 1 or flat.strategy.pipeline_size > 1:
             return None
-        if base is flat:
-            return Floor(strategy, flat.cluster, flat.anchors, flat)
-        least = Floor(without_stages(strategy), flat.cluster, flat.anchors, flat)
-        return StagedGuess(strategy, flat.cluster, flat.anchors, least)
+        if flat.strategy not in self.again:
+            self.again[flat.strategy] = again_s(flat)
+        alone = strategy if base is flat else without_stages(strategy)
+        least = Floor(alone, flat.cluster, flat.anchors, flat, self.again[flat.strategy])
+        return least if base is flat else StagedGuess(strategy, flat.cluster, flat.anchors, least)
 
     # ------------------------------------------------------------------------------------------------------ sets
     def found(self, begun: float) -> Found:
@@ -356,6 +360,13 @@ class _Search:
         return SequenceFitsNowhereError(
             longest, self.problem.memory_bytes or 0, one.name, one.memory(longest).peak_bytes
         )
+
+
+def _costs_least_first(tried: Tried) -> tuple[int, int]:
+    """Those that gather no weights first: they make many of the others useless."""
+    _, level = tried
+    zero, _ = SAVINGS[level]
+    return zero, level
 
 
 _seconds = operator.attrgetter("predicted_s")
