@@ -166,7 +166,7 @@ class _Search:
         wanted = [max(edge, self.pricer.largest) for edge in edges] if floor is None else None
         one = floor or base
         budgets = wanted or self.pricer.budgets(one, edges)
-        faster = replace(one.cost, schedule=FASTER_SCHEDULE) if rescheduled(strategy) else one.cost
+        faster = replace(one.group_cost, schedule=FASTER_SCHEDULE) if rescheduled(strategy) else one.cost
         pairs = [(one.cost, self.fastest), (faster, self.least)]
         at_best = ((least_seconds(cost, strategy, budgets, self.intervals) < known) for cost, known in pairs)
         return any(bool(found[:, self.intervals.inside].any()) for found in at_best)

@@ -114,7 +114,8 @@ class Floor(Priced):
         gradients = one.gradient_bytes // cut
         saved = self.strategy.remat is None and self.strategy.chunks == 1
         step = gradients + (one.step_bytes - one.gradient_bytes if saved else 0)
-        return replace(one, weight_bytes=one.weight_bytes // cut, step_bytes=step, gradient_bytes=gradients)
+        weights, staging = one.weight_bytes // cut, one.staging_bytes // cut
+        return replace(one, weight_bytes=weights, step_bytes=step, gradient_bytes=gradients, staging_bytes=staging)
 
 
 def again_s(base: Candidate) -> tuple[Polynomial, Polynomial]:
