@@ -21,19 +21,20 @@ from fxpar.search.staged import StagedGuess
 from fxpar.search.variants import Variants
 from tests.search.shallow import shallow
 
-CLUSTER = ClusterSpec(1, 2, intra_gb_per_s=0.5, inter_gb_per_s=0.5, latency_us=100.0, device=CPU)
+CLUSTER = ClusterSpec(1, 2, intra_gb_per_s=0.05, inter_gb_per_s=0.05, latency_us=100.0, device=CPU)
 ROWS, LONGEST = shallow("stack", 8), 512
 
 
 def problem(memory_bytes: int | None) -> Problem:
     return Problem(
-        shapes=tuple(map(Strategy.parse, ("dp2", "pp2"))),
+        shapes=tuple(map(Strategy.parse, ("dp2", "tp2+sp", "pp2"))),
         cluster=CLUSTER,
         batches=tuple(mini_batches(read_lengths(f"github:{LONGEST}"), 4000, 2)),
         longest=LONGEST,
         memory_bytes=memory_bytes,
         max_strategies=2,
         depth=ROWS.depth,
+        keep=1,
     )
 
 
@@ -67,13 +68,13 @@ def test_no_savings_take_less(slowdown: float | None):
             assert all(a <= b for a, b in zip(floor.at(tokens).columns, lowered.at(tokens).columns, strict=True))
         took[level] = least.seconds([LONGEST]) / base.cost.seconds([LONGEST])
     assert took[1] == 1.0
-    assert took[2] > (1.03 if slowdown is None else 0.99)
+    assert took[2] > (1.2 if slowdown is None else 0.99)
     assert took[3] > 1.15
 
 
 def test_the_plans_are_those_of_a_search_that_puts_nothing_off(monkeypatch):
     """With memory that all but full recomputation is short of, and with some more."""
-    sizes = [int(share * priced("dp2").memory(LONGEST).peak_bytes) for share in (0.6, 0.8)]
+    sizes = [int(share * priced("tp2+sp").memory(LONGEST).peak_bytes) for share in (0.9, 1.2)]
     fewer = [find_plan_of(problem(size), known()) for size in sizes]
     monkeypatch.setattr(_Search, "_may_help", lambda *of: True)
     for size, found in zip(sizes, fewer, strict=True):
@@ -89,19 +90,20 @@ def test_the_plans_are_those_of_a_search_that_puts_nothing_off(monkeypatch):
 
 def test_a_variant_that_is_guessed_to_be_slower_is_not_lowered(monkeypatch):
     """With all activations on the host it is; with a quarter of them it may win as long as none is fast enough."""
-    asked = []
-    pipeline, chosen = Strategy.parse("pp2+remat"), [(LONGEST, priced("pp2+remat"))]
+    asked, pipeline = [], Strategy.parse("pp2+remat")
+
+    def guess(times: float) -> StagedGuess:
+        found = StagedGuess(pipeline, CLUSTER, known().anchors, priced("dp2+remat"))
+        found.__dict__["cost"] = found.cost.times(times)
+        return found
+
     variants = Variants(known(), _Search(problem(None), known(), lambda _: None).pricer, lambda _: None)
     monkeypatch.setattr(KnownModel, "guessed", lambda self, text, said: asked.append(text) or guesses[text.offload])
-    took = {0.0: 0.5, 1.0: 2.0}
-    guesses = {share: StagedGuess(pipeline, CLUSTER, known().anchors, priced("dp2")) for share in took}
-    for share, times in took.items():
-        guesses[share].__dict__["cost"] = chosen[0][1].cost.times(times)
+    chosen, guesses = [(LONGEST, guess(1.0))], {0.0: guess(0.5), 1.0: guess(2.0)}
     must_s = variants.pricer.price(chosen).predicted_s
     offloaded = replace(pipeline, offload=1.0)
     assert variants._may_win(offloaded, pipeline, chosen, must_s)  # with a quarter of them there
-    took[0.0] = 0.99
-    guesses[0.0].__dict__["cost"] = chosen[0][1].cost.times(0.99)
+    guesses[0.0] = guess(0.99)
     assert not variants._may_win(offloaded, pipeline, chosen, must_s)
     asked.clear()
     assert variants._may_win(Strategy.parse("pp2+remat+zb_h1"), pipeline, chosen, must_s)
