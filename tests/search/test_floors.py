@@ -88,6 +88,16 @@ def test_the_plans_are_those_of_a_search_that_puts_nothing_off(monkeypatch):
         )
 
 
+def test_budgets_are_those_of_each_limit_alone():
+    one, edges = priced("dp2"), (64, 128, 256, LONGEST)
+    for share in (0.7, 1.0, 2.0):
+        pricer = _Search(problem(int(share * one.memory(LONGEST).peak_bytes)), known(), lambda _: None).pricer
+        found = pricer.budgets(one, edges)
+        assert found == [pricer.budgets(one, [edge])[0] for edge in edges]
+        assert (found[-1] is None) == (share < 1)
+        assert found[0] is not None
+
+
 def test_a_variant_that_is_guessed_to_be_slower_is_not_lowered(monkeypatch):
     """With all activations on the host it is; with a quarter of them it may win as long as none is fast enough."""
     asked, pipeline = [], Strategy.parse("pp2+remat")
