@@ -2,8 +2,8 @@
 
 shapes       every degree of dp, pp, cp, tp of the world; each lowered once
 savings      what saves memory (remat, ZeRO-3, chunks of the loss where logits are the peak) is lowered for the lengths
-             that a shape does not hold without, unless some other shape is faster there than this one could be even
-             with all memory in the world
+             that a shape does not hold without, unless some other shape is faster there than this one could be by the
+             least that it takes, see `fxpar.search.floors`
 sets         dynamic programming over the limits of groups; the best guesses are planned on sample mini-batches
              with their switches and reductions, until no other set can be faster
 pipelines    those of the best sets are tried under zb_h1, which waits less and keeps more, and with a whole loss
