@@ -2,8 +2,8 @@
 
 shapes       every degree of dp, pp, cp, tp of the world; each lowered once
 savings      what saves memory (remat, ZeRO-3, chunks of the loss where logits are the peak) is lowered for the lengths
-             that a shape does not hold without, unless some other shape is faster there than this one could be even
-             with all memory in the world
+             that a shape does not hold without, unless some other shape is faster there than this one could be by the
+             least that it takes, see `fxpar.search.floors`
 sets         dynamic programming over the limits of groups; the best guesses are planned on sample mini-batches
              with their switches and reductions, until no other set can be faster
 pipelines    those of the best sets are tried under zb_h1, which waits less and keeps more, and with a whole loss
@@ -25,12 +25,13 @@ from functools import cached_property
 
 import numpy as np
 
+from fxpar.cost.polynomial import Polynomial
 from fxpar.errors import NoCandidateError, SequenceFitsNowhereError
 from fxpar.ir.collector import collector_paused
 from fxpar.ir.strategy import Strategy, of_degrees
 from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
 from fxpar.search.chunked import ChunkSearch
-from fxpar.search.floors import Floor
+from fxpar.search.floors import Floor, again_s
 from fxpar.search.ideal import Kernels, ideal_seconds
 from fxpar.search.known import KnownModel, Said
 from fxpar.search.lengths import length_edges
@@ -79,6 +80,7 @@ class _Search:
     priced: dict[Groups, PricedSet | None] = field(default_factory=dict)
     settled: dict[Groups, PricedSet] = field(default_factory=dict)
     used: dict[Groups, Groups] = field(default_factory=dict)  # of sets with groups that no mini-batch has
+    again: dict[Strategy, tuple[Polynomial, Polynomial]] = field(default_factory=dict)  # see `again_s`
     uniform_s: float = np.inf  # of the best set without rules
 
     def __post_init__(self) -> None:
@@ -105,7 +107,7 @@ class _Search:
         left: list[Tried] = [(shape, 0) for shape in self.problem.shapes]
         while left:
             following: list[Tried] = []
-            for shape, level in left:
+            for shape, level in sorted(left, key=_costs_least_first):
                 # Those before it in its round may have made it useless.
                 tried = self._helpful(shape, level) if level or shape.chunks > 1 else (shape, level)
                 further = tried and self._add(*tried)
@@ -164,19 +166,21 @@ class _Search:
         wanted = [max(edge, self.pricer.largest) for edge in edges] if floor is None else None
         one = floor or base
         budgets = wanted or self.pricer.budgets(one, edges)
-        faster = replace(one.cost, schedule=FASTER_SCHEDULE) if rescheduled(strategy) else one.cost
+        faster = replace(one.group_cost, schedule=FASTER_SCHEDULE) if rescheduled(strategy) else one.cost
         pairs = [(one.cost, self.fastest), (faster, self.least)]
         at_best = ((least_seconds(cost, strategy, budgets, self.intervals) < known) for cost, known in pairs)
         return any(bool(found[:, self.intervals.inside].any()) for found in at_best)
 
     def _floor(self, base: Priced, strategy: Strategy) -> Priced | None:
+        """What a strategy takes at least; None if that is not known."""
         flat = base.flat if isinstance(base, StagedGuess) else base
         if not isinstance(flat, Candidate) or len(flat.programs) == 1 or flat.strategy.pipeline_size > 1:
             return None
-        if base is flat:
-            return Floor(strategy, flat.cluster, flat.anchors, flat)
-        least = Floor(without_stages(strategy), flat.cluster, flat.anchors, flat)
-        return StagedGuess(strategy, flat.cluster, flat.anchors, least)
+        if flat.strategy not in self.again:
+            self.again[flat.strategy] = again_s(flat)
+        alone = strategy if base is flat else without_stages(strategy)
+        least = Floor(alone, flat.cluster, flat.anchors, flat, self.again[flat.strategy])
+        return least if base is flat else StagedGuess(strategy, flat.cluster, flat.anchors, least)
 
     # ------------------------------------------------------------------------------------------------------ sets
     def found(self, begun: float) -> Found:
@@ -356,6 +360,13 @@ class _Search:
         return SequenceFitsNowhereError(
             longest, self.problem.memory_bytes or 0, one.name, one.memory(longest).peak_bytes
         )
+
+
+def _costs_least_first(tried: Tried) -> tuple[int, int]:
+    """Those that gather no weights first: they make many of the others useless."""
+    _, level = tried
+    zero, _ = SAVINGS[level]
+    return zero, level
 
 
 _seconds = operator.attrgetter("predicted_s")

@@ -28,7 +28,8 @@ def guessed_layout(one: Priced, layers: int) -> ParamLayout | None:
     """
     if isinstance(one, MixedCandidate) and one.stands:
         return _told_apart(one)
-    flat = one.flat or one if isinstance(one, Candidate) else one.flat if isinstance(one, StagedGuess) else None
+    flat = one.flat or one if isinstance(one, Candidate | StagedGuess) else None
+    flat = flat if isinstance(flat, Candidate) else None
     blocks = None if flat is None else list_of_layers(flat)
     if flat is None or blocks is None or layers < flat.samples[1]:
         return _of_equal_stages(one, layers) if isinstance(one, Candidate) else None

@@ -148,10 +148,16 @@ class SetPricer:
     def budgets(self, one: Priced, edges: Sequence[int]) -> list[int | None]:
         """Tokens of a micro-batch of a candidate alone, by limit: what it could have at best in a set."""
         found: list[int | None] = []
+        before: tuple[int, int] | None = None
         for edge in edges:
-            # What does not hold a shorter sequence holds no longer one.
-            held = not found or found[-1] is not None
-            found.append(self._budget(edge, one, one.stays.weight_bytes) if held else None)
+            wanted = self._wanted(edge, one)
+            if not found or found[-1] is None or wanted is None or before is None or wanted[1] != before[1]:
+                # What does not hold a shorter sequence holds no longer one.
+                held = not found or found[-1] is not None
+                found.append(self._budget(edge, one, one.stays.weight_bytes) if held else None)
+            else:  # as many, where these hold the longer sequence: there is room for no more
+                found.append(found[-1] if wanted[0] <= found[-1] else None)
+            before = wanted
         return found
 
     def price(self, chosen: Sequence[tuple[int, Priced]], settle: bool = False) -> PricedSet | None:

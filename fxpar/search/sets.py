@@ -35,9 +35,8 @@ def ranked_sets(
     `seconds[s]` [mini-batches, i, j] as `least_seconds` gives them, `borders_s[s]` is a guess at what the switch to a
     strategy and the reduction after it add. Dynamic programming over the limits: for each limit and number of groups
     the KEPT best partial sets, so that there are second-best ones to compare. One strategy may have several limits.
-    Where no mini-batch has a length, the last group takes no time and no border: those come first that take least for
-    the longest that there are. Sets that run the same tokens under the same strategies, but for a few, come last,
-    behind the best guess of each kind: else a group that has nearly no sequences makes many of one set.
+    Sets that run the same tokens under the same strategies, but for a few, come last, behind the best guess of each
+    kind: else a group that has nearly no sequences makes many of one set.
     """
     means = np.stack([one.mean(axis=0) for one in seconds])  # [s, i, j]
     tokens = found.tokens.mean(axis=0)
@@ -55,12 +54,11 @@ def ranked_sets(
             for j in range(i, count):
                 if tokens[i, j] == 0 and j + 1 < count:
                     continue  # who takes the next lengths takes these
-                empty = tokens[i, j] == 0
-                column = means[:, np.flatnonzero(tokens[: i + 1, j])[-1], j] if empty else means[:, i, j] + borders
+                column = means[:, i, j] + borders
                 for s in np.argsort(column, kind="stable")[:PER_INTERVAL]:
                     if not np.isfinite(column[s]):
                         break
-                    cell = means[s, i, j], 0.0 if empty else borders_s[s], float(tokens[i, j])
+                    cell = means[s, i, j], borders_s[s], float(tokens[i, j])
                     following[j + 1] += [_with(one, j, int(s), *cell) for one in layer[i]]
         layer = [_kinds_first(sorted(partial), few, KEPT // 2)[:KEPT] for partial in following]
         finished += layer[count]

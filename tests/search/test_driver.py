@@ -30,7 +30,7 @@ from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.price import Candidate, Depth, Memory, candidate
 from fxpar.search.pricing import SetPricer
 from fxpar.search.problem import Found, Problem
-from fxpar.search.space import shapes, with_savings
+from fxpar.search.space import SAVINGS, shapes, with_savings
 from fxpar.store import home_layout, memory_report, param_specs
 from fxpar.switch import layout_of
 from fxpar.tracer import capture
@@ -102,12 +102,12 @@ def test_savings_are_tried_where_they_could_help():
     search = _Search(given, known(given.cluster), lambda _: None)
     search.lower_all()
     shape = Strategy.parse("cp2")
-    search.seconds[0][:] = 0.0
-    assert not search._may_help(shape)
-    assert search.pruned == 1
-    search.seconds[0][:, :, -1] = search.seconds[1][:, :, -1] = np.inf
-    assert search._may_help(shape)
-    assert search.pruned == 1
+    search.fastest[:] = search.least[:] = 0.0
+    assert search._helpful(shape, 1) is None
+    assert search.pruned == len(SAVINGS) - 1
+    search.fastest[:, :, -1] = np.inf
+    assert search._helpful(shape, 1) == (shape, 1)
+    assert search.pruned == len(SAVINGS) - 1
 
 
 def test_larger_micro_batches_are_neither_better_nor_below_the_bound():

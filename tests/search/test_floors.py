@@ -1,0 +1,120 @@
+"""What savings take at least against strategies that are lowered; searches that put some off against all of it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.device import CPU
+from fxpar.ir.strategy import Strategy
+from fxpar.search.driver import _Search, find_plan_of
+from fxpar.search.floors import Floor, again_s
+from fxpar.search.known import KnownModel
+from fxpar.search.lengths import mini_batches, read_lengths
+from fxpar.search.price import Candidate
+from fxpar.search.problem import Problem
+from fxpar.search.space import SAVINGS, with_savings
+from fxpar.search.staged import StagedGuess
+from fxpar.search.variants import Variants
+from tests.search.shallow import shallow
+
+CLUSTER = ClusterSpec(1, 2, intra_gb_per_s=0.05, inter_gb_per_s=0.05, latency_us=100.0, device=CPU)
+ROWS, LONGEST = shallow("stack", 8), 512
+
+
+def problem(memory_bytes: int | None) -> Problem:
+    return Problem(
+        shapes=tuple(map(Strategy.parse, ("dp2", "tp2+sp", "pp2"))),
+        cluster=CLUSTER,
+        batches=tuple(mini_batches(read_lengths(f"github:{LONGEST}"), 4000, 2)),
+        longest=LONGEST,
+        memory_bytes=memory_bytes,
+        max_strategies=2,
+        depth=ROWS.depth,
+        keep=1,
+    )
+
+
+@functools.cache
+def known() -> KnownModel:
+    """Lowered once for all tests."""
+    return problem(None).known(ROWS.lower, ROWS.outlines)
+
+
+def priced(strategy: Strategy | str) -> Candidate:
+    found = known().candidate(Strategy.parse(strategy) if isinstance(strategy, str) else strategy, lambda _: None)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("slowdown", [None, 1.0])
+def test_no_savings_take_less(slowdown: float | None):
+    """Full recomputation about a third more, and ZeRO-3 what the links need, where kernels hide none of it."""
+    cluster = replace(CLUSTER, device=replace(CPU, overlap_slowdown=slowdown))
+    base = replace(priced("dp2"), cluster=cluster)
+    took = {}
+    for level in range(1, len(SAVINGS)):
+        strategy = with_savings(base.strategy, level)
+        lowered = replace(priced(strategy), cluster=cluster)
+        floor = Floor(strategy, cluster, base.anchors, base, again_s(base))
+        least, cost = floor.cost, lowered.cost
+        assert least.fixed_s <= cost.fixed_s
+        assert least.per_token_s <= cost.per_token_s * (1 + 1e-9)
+        assert least.per_square_s <= cost.per_square_s * (1 + 1e-9)
+        for tokens in (256, 4096):
+            assert all(a <= b for a, b in zip(floor.at(tokens).columns, lowered.at(tokens).columns, strict=True))
+        took[level] = least.seconds([LONGEST]) / base.cost.seconds([LONGEST])
+    assert took[1] == 1.0
+    assert took[2] > (1.2 if slowdown is None else 0.99)
+    assert took[3] > 1.15
+
+
+def test_the_plans_are_those_of_a_search_that_puts_nothing_off(monkeypatch):
+    """With memory that all but full recomputation is short of, and with some more."""
+    sizes = [int(share * priced("tp2+sp").memory(LONGEST).peak_bytes) for share in (0.9, 1.2)]
+    fewer = [find_plan_of(problem(size), known()) for size in sizes]
+    monkeypatch.setattr(_Search, "_may_help", lambda *of: True)
+    for size, found in zip(sizes, fewer, strict=True):
+        every = find_plan_of(problem(size), known())
+        assert found.pruned > 0 == every.pruned
+        assert found.evaluated < every.evaluated
+        assert (found.plans, found.best_static, found.lower_bound_s) == (
+            every.plans,
+            every.best_static,
+            every.lower_bound_s,
+        )
+
+
+def test_budgets_are_those_of_each_limit_alone():
+    one, edges = priced("dp2"), (64, 128, 256, LONGEST)
+    for share in (0.7, 1.0, 2.0):
+        pricer = _Search(problem(int(share * one.memory(LONGEST).peak_bytes)), known(), lambda _: None).pricer
+        found = pricer.budgets(one, edges)
+        assert found == [pricer.budgets(one, [edge])[0] for edge in edges]
+        assert (found[-1] is None) == (share < 1)
+        assert found[0] is not None
+
+
+def test_a_variant_that_is_guessed_to_be_slower_is_not_lowered(monkeypatch):
+    """With all activations on the host it is; with a quarter of them it may win as long as none is fast enough."""
+    asked, pipeline = [], Strategy.parse("pp2+remat")
+
+    def guess(times: float) -> StagedGuess:
+        found = StagedGuess(pipeline, CLUSTER, known().anchors, priced("dp2+remat"))
+        found.__dict__["cost"] = found.cost.times(times)
+        return found
+
+    variants = Variants(known(), _Search(problem(None), known(), lambda _: None).pricer, lambda _: None)
+    monkeypatch.setattr(KnownModel, "guessed", lambda self, text, said: asked.append(text) or guesses[text.offload])
+    chosen, guesses = [(LONGEST, guess(1.0))], {0.0: guess(0.5), 1.0: guess(2.0)}
+    must_s = variants.pricer.price(chosen).predicted_s
+    offloaded = replace(pipeline, offload=1.0)
+    assert variants._may_win(offloaded, pipeline, chosen, must_s)  # with a quarter of them there
+    guesses[0.0] = guess(0.99)
+    assert not variants._may_win(offloaded, pipeline, chosen, must_s)
+    asked.clear()
+    assert variants._may_win(Strategy.parse("pp2+remat+zb_h1"), pipeline, chosen, must_s)
+    assert not asked  # its program is there
