@@ -111,7 +111,10 @@ def _of_documents(text: str, source: str, longest: int, tokenizer: str | None) -
 
 
 def as_lengths(given: object) -> np.ndarray:
-    """Lengths [N] from what `read_lengths` reads, or from the numbers themselves. Raises LengthsError."""
+    """Lengths [N] from what `read_lengths` reads (but a corpus), or from the numbers. Raises LengthsError."""
+    if isinstance(given, str) and corpus_of(given) is not None:
+        why = "it is a corpus, and nobody says how its documents become tokens"
+        raise LengthsError(given, why, "Give the numbers, such as [len(ids) for ids in documents]")
     if isinstance(given, str):
         return read_lengths(given)
     values = given if isinstance(given, np.ndarray) else list(given) if isinstance(given, Iterable) else given

@@ -189,6 +189,7 @@ def test_bad_searches_are_named_before_anything_is_done(options, error, why):
         (3, "holds a int, not a list"),
         ("nothing.txt", "this is not a file"),
         ("githb:64", "did you mean 'github'"),
+        ("/:64", "is a corpus, .* Give the numbers"),
     ],
 )
 def test_bad_lengths_are_named(lengths, why):
