@@ -36,7 +36,7 @@ from fxpar.search.ideal import Kernels, ideal_seconds
 from fxpar.search.known import KnownModel, Said
 from fxpar.search.lengths import length_edges
 from fxpar.search.price import Candidate, Lower, Priced, optimizer_s
-from fxpar.search.pricing import PricedSet, SetPricer, different, guessed_border_s
+from fxpar.search.pricing import SURE, Doubt, PricedSet, SetPricer, different, guessed_border_s
 from fxpar.search.problem import Found, Problem
 from fxpar.search.rounds import Rounds, best_rounds
 from fxpar.search.ruled import RuleSearch
@@ -79,6 +79,7 @@ class _Search:
     pruned: int = 0
     priced: dict[Groups, PricedSet | None] = field(default_factory=dict)
     settled: dict[Groups, PricedSet] = field(default_factory=dict)
+    given_up: dict[Groups, float] = field(default_factory=dict)  # seconds that they are sure to take
     used: dict[Groups, Groups] = field(default_factory=dict)  # of sets with groups that no mini-batch has
     again: dict[Strategy, tuple[Polynomial, Polynomial]] = field(default_factory=dict)  # see `again_s`
     uniform_s: float = np.inf  # of the best set without rules
@@ -231,25 +232,33 @@ class _Search:
         tried = 0
         for one in ranked:
             worst = sorted(p.predicted_s for p in found)[keep - 1] if len(found) >= keep else np.inf
-            if one.least_s + self.pricer.optimizer_s >= worst:
+            if max(one.least_s + self.pricer.optimizer_s, self.given_up.get(one.groups, 0.0)) >= worst:
                 continue
             if tried == PLANNED:
                 break
             tried += 1
             self.said(f"planning set {tried}")
-            priced = self._price(one.groups)
+            priced = self._price(one.groups, worst)
             if priced is not None and not any(priced is other for other in found):
                 found.append(priced)
         return sorted(found, key=_seconds)
 
-    def _price(self, groups: Groups) -> PricedSet | None:
-        """Of a set, or of its groups that mini-batches have: sequences of the others run better in longer groups."""
+    def _price(self, groups: Groups, must_s: float = np.inf) -> PricedSet | None:
+        """Of a set, or of its groups that mini-batches have: sequences of the others run better in longer groups. None
+        also for one that is expected to take more than `must_s`.
+        """
         groups = self.used.get(groups, groups)
         if groups not in self.priced:
             edges = self.intervals.edges
-            priced = self.pricer.price([(edges[edge], self.candidates[s]) for edge, s in groups])
+            before = [0, *(edge + 1 for edge, _ in groups)]
+            least = sum(self.seconds[s][:, i, edge] for i, (edge, s) in zip(before, groups, strict=False))
+            doubt = Doubt(np.asarray(least).tolist(), must_s - self.pricer.optimizer_s)
+            priced = self.pricer.price([(edges[edge], self.candidates[s]) for edge, s in groups], doubt=doubt)
+            if priced is None and doubt.expected_s is not None:
+                self.given_up[groups] = (1 - SURE) * doubt.expected_s + self.pricer.optimizer_s
+                return None
             if priced is not None and self._learns_use(groups, priced):
-                return self._price(groups)
+                return self._price(groups, must_s)
             self.priced[groups] = priced
         return self.priced[groups]
 
@@ -349,7 +358,7 @@ class _Search:
                 continue
             self.candidates[s], budgets = one, self.pricer.budgets(one, self.intervals.edges)
             self.seconds[s] = least_seconds(one.cost, strategy, budgets, self.intervals)
-        for known in (self.priced, self.used):
+        for known in (self.priced, self.used, self.given_up):
             for groups in [one for one in known if not guesses.isdisjoint(s for _, s in one)]:
                 del known[groups]
         return bool(guesses)

@@ -18,6 +18,9 @@ from fxpar.search.sets import DIFFERENT
 from fxpar.search.switching import ModelSwitches, Outlines, SetSwitches
 from fxpar.store.memory import reserved_gradients
 
+FEW = 2  # mini-batches that are planned before a set is given up
+SURE = 0.02  # by so much a set must be expected to be slower then
+
 
 @dataclass(frozen=True)
 class PricedGroup:
@@ -64,6 +67,29 @@ class PricedSet:
     def strategies(self) -> tuple[str, ...]:
         """By ascending limit, each once."""
         return tuple(dict.fromkeys(group.strategy for group in self.groups))
+
+
+@dataclass
+class Doubt:
+    """Whether a set can still take less than `must_s` in a mean mini-batch, of which `least_s` are what each takes at
+    least: from the first FEW on, the others are expected to take as much longer than that as those that are planned.
+    """
+
+    least_s: Sequence[float]
+    must_s: float
+    expected_s: float | None = None  # of a set that was given up
+
+    def gives_up(self, took_s: Sequence[float]) -> bool:
+        """`took_s` are the seconds of the mini-batches that are planned."""
+        count = len(took_s)
+        least_s = sum(self.least_s[:count])
+        if not FEW <= count < len(self.least_s) or least_s <= 0:
+            return False
+        expected_s = sum(took_s) / least_s * sum(self.least_s) / len(self.least_s)
+        if (1 - SURE) * expected_s < self.must_s:
+            return False
+        self.expected_s = expected_s
+        return True
 
 
 @dataclass(frozen=True)
@@ -160,15 +186,18 @@ class SetPricer:
             before = wanted
         return found
 
-    def price(self, chosen: Sequence[tuple[int, Priced]], settle: bool = False) -> PricedSet | None:
-        """None if it does not fit; `settle` as for `groups`. Groups overlap, if they may, where that is faster with the
-        memory that it takes. Raises what planning a mini-batch raises.
+    def price(
+        self, chosen: Sequence[tuple[int, Priced]], settle: bool = False, doubt: Doubt | None = None
+    ) -> PricedSet | None:
+        """None if it does not fit, or if it is given up for `doubt`; `settle` as for `groups`. Groups overlap, if they
+        may, where that is faster with the memory that it takes. Raises what planning a mini-batch raises.
         """
         may = self._may_overlap(chosen)
         ways = {overlap: self.groups(chosen, settle, overlap) for overlap in ((True, False) if may else (False,))}
         if may and ways[True] == ways[False]:
             del ways[False]  # as many tokens, and nothing is hidden
-        found = [self._planned(chosen, groups, settle, overlap) for overlap, groups in ways.items() if groups]
+        planned = [self._planned(chosen, groups, settle, overlap, doubt) for overlap, groups in ways.items() if groups]
+        found = [one for one in planned if one is not None]
         return min(found, key=lambda one: one.predicted_s, default=None)
 
     def at_best_s(self, chosen: Sequence[tuple[int, Priced]]) -> float:
@@ -191,8 +220,14 @@ class SetPricer:
         return self.overlap and overlap_pays(len({one.name for _, one in chosen}), self.cluster)
 
     def _mini_batches(
-        self, chosen: Sequence[tuple[int, Priced]], groups: Sequence[LengthGroup], switching: SetSwitches, overlap: bool
+        self,
+        chosen: Sequence[tuple[int, Priced]],
+        groups: Sequence[LengthGroup],
+        switching: SetSwitches,
+        overlap: bool,
+        doubt: Doubt | None = None,
     ) -> list[BatchPlan]:
+        """Plans of all mini-batches, or of as many as it took to give up."""
         unique = {one.name: one for _, one in chosen}
         reductions = SetReductions({name: one.reduce_s for name, one in unique.items()})
         flowing = {name: one.pace for name, one in unique.items() if one.pace is not None}
@@ -204,21 +239,31 @@ class SetPricer:
             order = switching.order(list(together))
             return borders.exposed_s(borders.fastest(order, together), together)
 
-        # Without riders, as the bound has it: a run is predicted no slower than this.
-        return [
-            plan_batch(batch, groups, costs, border_s, packed=self.packed, ride=False, known=self._loads)
-            for batch in self.batches
-        ]
+        found: list[BatchPlan] = []
+        for batch in self.batches:
+            # Without riders, as the bound has it: a run is predicted no slower than this.
+            known = {"packed": self.packed, "ride": False, "known": self._loads}
+            found.append(plan_batch(batch, groups, costs, border_s, **known))  # type: ignore[arg-type]
+            if doubt is not None and doubt.gives_up([plan.predicted_s for plan in found]):
+                break
+        return found
 
     def _planned(
-        self, chosen: Sequence[tuple[int, Priced]], groups: tuple[LengthGroup, ...], settle: bool, overlap: bool
-    ) -> PricedSet:
+        self,
+        chosen: Sequence[tuple[int, Priced]],
+        groups: tuple[LengthGroup, ...],
+        settle: bool,
+        overlap: bool,
+        doubt: Doubt | None,
+    ) -> PricedSet | None:
         unique = {one.name: one for _, one in chosen}
         weights = self._switches.weight_bytes(unique, guess=not settle)
         kept = self._resident(chosen, groups, weights, overlap)
         switching = self._switches.of_set(unique, kept, guess=not settle)
-        plans, names = self._mini_batches(chosen, groups, switching, overlap), [one.name for _, one in chosen]
-        count = len(plans)
+        plans = self._mini_batches(chosen, groups, switching, overlap, doubt)
+        names, count = [one.name for _, one in chosen], len(plans)
+        if count < len(self.batches):
+            return None
         switch_s = reduce_s = 0.0
         for plan in plans:
             order = switching.order({names[g] for g in plan.order})

@@ -344,7 +344,7 @@ def test_groups_overlap_where_that_is_worth_its_memory(names, memory_bytes, node
     ]
     asked = dict[bool, list[int]]()
 
-    def stub(self, chosen, groups, settle, overlap):
+    def stub(self, chosen, groups, settle, overlap, doubt):
         asked[overlap] = [one.token_budget for one in groups]
         return SimpleNamespace(predicted_s=seconds[overlap])
 

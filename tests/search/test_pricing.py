@@ -1,0 +1,34 @@
+"""Sets of which not all mini-batches are planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fxpar.search.driver import _Search
+from fxpar.search.pricing import Doubt
+from tests.search.test_driver import known, problem
+
+
+def test_a_set_is_given_up_where_it_is_sure_to_be_slower():
+    doubt = Doubt((1.0, 2.0, 1.0, 4.0), must_s=2.0)
+    assert not doubt.gives_up([9.0])  # one mini-batch says little
+    assert not doubt.gives_up([1.01, 2.03])  # within 2 %
+    assert doubt.expected_s is None
+    assert doubt.gives_up([1.5, 3.0])
+    assert doubt.expected_s == pytest.approx(3.0)
+    assert not Doubt((1.0, 2.0, 1.0, 4.0), must_s=2.0).gives_up([9.0, 9.0, 9.0, 9.0])  # nothing is left to save
+
+
+def test_what_is_given_up_may_be_asked_again():
+    """It has no price until another set must not be faster; a search that needs it may plan it whole."""
+    given = problem(None, 1)
+    search = _Search(replace(given, batches=given.batches[:1] * 4), known(given.cluster), lambda _: None)
+    search.lower_all()
+    groups = ((len(search.intervals.edges) - 1, 0),)
+    assert search._price(groups, 1e-9) is None
+    assert groups not in search.priced
+    priced = search._price(groups)
+    assert search.given_up[groups] <= priced.predicted_s
+    assert search.given_up[groups] > 0.9 * priced.predicted_s
