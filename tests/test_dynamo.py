@@ -26,7 +26,6 @@ from tests.captured import Norms
 from tests.repeat import thinned
 
 pytestmark = pytest.mark.compiler
-
 # Imports what compiling needs: here once, and not in every forked rank (seconds each).
 torch.compiler.list_backends()
 

@@ -47,8 +47,6 @@ def rows():
 
 lower, outlined = lowering(lambda layers: rows())
 lowered = functools.cache(lower)
-
-
 TWO, FOUR = ("dp2", "cp2", "tp2+sp"), ("dp4", "dp2.cp2", "dp2.tp2+sp")
 
 
