@@ -62,7 +62,15 @@ class PlanRequest:
     rings: Annotated[
         bool, typer.Option("--rings", help="Search rings too, where there are fewer key-value heads than cp needs.")
     ] = False
-    samples: Annotated[int, typer.Option(min=1, max=1000, help="Mini-batches that plans are priced with.")] = 8
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1000,
+            help="Mini-batches that plans are priced with: 8, or as few as have 4,096 sequences, at least 2.",
+            show_default=False,
+        ),
+    ] = None
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Seed by which mini-batches are drawn from the lengths.")
     ] = 0

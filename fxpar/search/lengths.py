@@ -8,7 +8,7 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,9 @@ from fxpar.errors import LengthsError, nearest
 from fxpar.ir.written import LONGEST
 
 DRAWN = 100_000  # of a named distribution
-SAMPLES = 8  # mini-batches that a set of strategies is priced with
+SAMPLES = 8  # mini-batches that a set of strategies is priced with,
+ENOUGH = 4_096  # or as few as have so many sequences,
+FEWEST = 2  # but not fewer
 CORPORA = (".jsonl", ".ndjson", ".parquet")  # files of documents; a folder is a corpus too
 _NUMBER = re.compile(r"-?[0-9]+")
 _WHOLE = f"Lengths are whole numbers of tokens, from 1 to {LONGEST:,}"
@@ -166,14 +168,17 @@ def _whole(path: str, number: int, value: object) -> int:
         raise LengthsError(path, why, _WHOLE) from None
 
 
-def mini_batches(lengths: np.ndarray, tokens: int, count: int = SAMPLES, seed: int = 0) -> tuple[tuple[int, ...], ...]:
+def mini_batches(
+    lengths: np.ndarray, tokens: int, count: int | None = None, seed: int = 0
+) -> tuple[tuple[int, ...], ...]:
     """`count` mini-batches in a row, as a loader cuts them from sequences in random order: as many as fit into
     `tokens`, at least one. What does not fit any more comes first in the next one: no length is drawn less often.
+    Without `count` SAMPLES of them, or as few as have ENOUGH sequences: large ones differ little.
     """
     rng = np.random.default_rng(seed)
     found: list[tuple[int, ...]] = []
     following = int(rng.choice(lengths))
-    for _ in range(count):
+    while not _are_enough(found, count):
         chosen = [following]
         total = following
         while True:
@@ -184,6 +189,12 @@ def mini_batches(lengths: np.ndarray, tokens: int, count: int = SAMPLES, seed: i
             total += following
         found.append(tuple(chosen))
     return tuple(found)
+
+
+def _are_enough(batches: Sequence[Sequence[int]], count: int | None) -> bool:
+    if count is not None:
+        return len(batches) == count
+    return len(batches) == SAMPLES or (len(batches) >= FEWEST and sum(map(len, batches)) >= ENOUGH)
 
 
 def length_edges(longest: int) -> tuple[int, ...]:

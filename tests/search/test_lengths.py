@@ -153,6 +153,11 @@ def test_mini_batches_are_cut_as_a_loader_does():
     assert mini_batches(np.array([5000]), 1000, count=2) == ((5000,), (5000,))
 
 
+@pytest.mark.parametrize(("sequences", "count"), [(10, 8), (511, 8), (1_000, 5), (3_000, 2), (9_000, 2)])
+def test_large_mini_batches_are_drawn_less_often(sequences, count):
+    assert [len(one) for one in mini_batches(np.array([7]), 7 * sequences)] == [sequences] * count
+
+
 def test_edges_end_with_the_longest():
     assert length_edges(100) == (32, 48, 64, 96, 100)
     assert length_edges(64) == (32, 48, 64)
