@@ -42,7 +42,9 @@ def _loss_and_calls(graph: LogicalGraph) -> tuple[dict[tuple[str, str], fx.Node]
     """The loss, the metrics, and the new values of buffers that they read, by kind and FQN; and what these are computed
     from, and themselves, in the order of the graph.
     """
-    results = {(out.kind, out.fqn): node for node, out in zip(graph.results, graph.outputs, strict=True)}
+    results: dict[tuple[str, str], fx.Node] = {
+        (out.kind, out.fqn): node for node, out in zip(graph.results, graph.outputs, strict=True)
+    }
     buffers = {at: info.fqn for at, info in zip(graph.placeholders, graph.inputs, strict=True) if info.kind == "buffer"}
     named = {name: node for name, node in results.items() if name[0] == "loss"}
     todo = list(named.values())
