@@ -86,7 +86,7 @@ class BoundGraph(TrainRunner[ExecGraph]):
         return found
 
     def run_forward(self, micro_batches: Sequence[MicroRun]) -> dict[str, Tensor]:
-        """As `BoundPipeline.run_forward`."""
+        """As `BoundPipeline.run_forward`; of this replica alone where `finish` gives its loss alone (`tells`)."""
         sums: list[Tensor] = []
         for one in micro_batches:
             batch = local_batch(self.program, one.load(), self.rank, self.device)

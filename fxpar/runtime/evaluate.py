@@ -131,7 +131,7 @@ class Evaluation:
         return {name: float(one) for name, one in found.items()}
 
     def _captured(self, module: nn.Module, name: str, sequences: Sequence[Any], group: GroupPlan) -> dict[str, float]:
-        """The sums of all ranks that run it, on the first of them."""
+        """What this rank tells of the sums: each counts once over all ranks."""
         if name not in self.bound:
             self.bound[name] = self._bind(module, name)
         bound, engine = self.bound[name], self.engine
@@ -147,7 +147,9 @@ class Evaluation:
         engine.switching.to(name, ())
         bound.prepare(engine.switching.store.compute(name), dict(module.named_buffers(remove_duplicate=False)))
         sums = bound.run_forward(runs)
-        return {each: float(value) if bound.rank == engine.ranks[0] else 0.0 for each, value in sums.items()}
+        # A program that is trained may leave the loss to its replicas.
+        tells = bound.rank == engine.ranks[0] if bound.tells is None else bound.tells
+        return {each: float(value) if tells else 0.0 for each, value in sums.items()}
 
     def _bind(self, module: nn.Module, name: str) -> Bound:
         """The model in evaluation mode, with the weights where training has them."""

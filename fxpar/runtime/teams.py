@@ -49,8 +49,8 @@ class BoundTeam:
         return self._bound.finish()
 
     def run_forward(self, micro_batches: Sequence[MicroRun]) -> dict[str, Tensor]:
-        """As `BoundPipeline.run_forward`."""
-        return self.total(self._bound.run_forward(micro_batches))
+        """As `BoundPipeline.run_forward`, of the team or of a replica of it."""
+        return self._bound.run_forward(micro_batches)
 
     def total(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The sums over teams of what each has found; all ranks of all teams call it."""

@@ -11,12 +11,12 @@ from fxpar.ir.graph import Input, LogicalGraph
 
 
 def is_same_loss(one: LogicalGraph, other: LogicalGraph) -> bool:
-    """Whether loss and metrics are the same calls on the same inputs, in the same order. What else the graphs compute,
-    gradients and new values of buffers, is not compared. Calls in another order, and constants without values, count as
-    different: then nothing is known.
+    """Whether loss and metrics are the same calls on the same inputs, in the same order, and so are new values of
+    buffers that these read: the next micro-batch has them. What else the graphs compute, gradients and other buffers,
+    is not compared. Calls in another order, and constants without values, count as different: then nothing is known.
     """
-    mine, theirs = _calls(one), _calls(other)
-    if len(mine) != len(theirs) or _named_results(one).keys() != _named_results(other).keys():
+    (named, mine), (others_named, theirs) = _loss_and_calls(one), _loss_and_calls(other)
+    if len(mine) != len(theirs) or named.keys() != others_named.keys():
         return False
     known, others = (dict(zip(graph.placeholders, graph.inputs, strict=True)) for graph in (one, other))
     pair: dict[fx.Node, fx.Node] = {}
@@ -30,7 +30,7 @@ def is_same_loss(one: LogicalGraph, other: LogicalGraph) -> bool:
         if not alike or node.meta.get("tensor") != twin.meta.get("tensor"):  # sizes have none
             return False
         pair[node] = twin
-    return all(pair[node] is _named_results(other)[name] for name, node in _named_results(one).items())
+    return all(pair[node] is others_named[name] for name, node in named.items())
 
 
 def _comparable(operands: Any) -> Any:
@@ -38,21 +38,29 @@ def _comparable(operands: Any) -> Any:
     return fx.node.map_aggregate(operands, lambda one: "nan" if isinstance(one, float) and one != one else one)
 
 
-def _named_results(graph: LogicalGraph) -> dict[str, fx.Node]:
-    """The loss and the metrics."""
-    return {out.fqn: node for node, out in zip(graph.results, graph.outputs, strict=True) if out.kind == "loss"}
-
-
-def _calls(graph: LogicalGraph) -> list[fx.Node]:
-    """What these are computed from, and themselves, in the order of the graph."""
-    todo = list(_named_results(graph).values())
+def _loss_and_calls(graph: LogicalGraph) -> tuple[dict[tuple[str, str], fx.Node], list[fx.Node]]:
+    """The loss, the metrics, and the new values of buffers that they read, by kind and FQN; and what these are computed
+    from, and themselves, in the order of the graph.
+    """
+    results: dict[tuple[str, str], fx.Node] = {
+        (out.kind, out.fqn): node for node, out in zip(graph.results, graph.outputs, strict=True)
+    }
+    buffers = {at: info.fqn for at, info in zip(graph.placeholders, graph.inputs, strict=True) if info.kind == "buffer"}
+    named = {name: node for name, node in results.items() if name[0] == "loss"}
+    todo = list(named.values())
     found = set(todo)
     while todo:
-        for source in todo.pop().all_input_nodes:
+        node = todo.pop()
+        sources = list(node.all_input_nodes)
+        updated = "buffer", buffers.get(node, "")
+        if updated in results:
+            named[updated] = results[updated]
+            sources.append(results[updated])
+        for source in sources:
             if source not in found:
                 found.add(source)
                 todo.append(source)
-    return [node for node in graph.gm.graph.nodes if node in found]
+    return named, [node for node in graph.gm.graph.nodes if node in found]
 
 
 def _is_same_input(one: LogicalGraph, mine: Input, other: LogicalGraph, theirs: Input) -> bool:

@@ -83,7 +83,9 @@ class Case:
 WORLD, STRATEGIES = 3, {64: "dp3"}
 CASES = {
     # With all tasks there, and then without some.
-    "one strategy": Case([ALL, SOME], {"absent_tasks": "rescale"}, rescaled=5.0 / 3.5),
+    "one strategy": Case(
+        [ALL, SOME], {"absent_tasks": "rescale"}, rescaled=5.0 / 3.5, held_out={"caption": ALL["caption"]}
+    ),
     "own strategies, taking turns": Case(
         [ALL],
         {"resident": []},
