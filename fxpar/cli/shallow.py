@@ -96,4 +96,5 @@ def set_json(plan: PricedSet) -> dict[str, Any]:
         "reduce_s": plan.reduce_s,
         "exposed_s": plan.exposed_s,
         "optimizer_s": plan.optimizer_s,
+        "link_bytes": plan.traffic and plan.traffic.to_json(),
     }

@@ -7,8 +7,9 @@ import pytest
 from fxpar.cost.cluster import usual_cluster
 from fxpar.ir.module_rules import ModuleRule
 from fxpar.ir.strategy import Strategy
-from fxpar.search.kinds import Layers, MixedCandidate, numbered
+from fxpar.search.kinds import MixedCandidate
 from fxpar.search.known import KnownModel
+from fxpar.search.layer_list import Layers, numbered
 from fxpar.search.price import Candidate, Depth
 from tests.repeat import thinned
 from tests.search.shallow import shallow
