@@ -58,6 +58,10 @@ def test_as_the_whole_model(text, layers):
     assert ours.weight_bytes == pytest.approx(theirs.weight_bytes, rel=1e-3)
     assert ours.peak_bytes == pytest.approx(theirs.peak_bytes, rel=0.02)
     assert few.reduce_s == pytest.approx(whole.reduce_s, rel=0.05)
+    assert few.reduced.intra_node == pytest.approx(whole.reduced.intra_node, rel=0.02)
+    assert [few.sent[0].inside.c0, few.sent[0].inside.c1] == pytest.approx(
+        [whole.sent[0].inside.c0, whole.sent[0].inside.c1], rel=0.02
+    )
 
 
 def test_small_models_are_lowered_once_for_all_numbers_of_layers():
