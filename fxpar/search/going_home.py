@@ -7,6 +7,7 @@ import functools
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.link_bytes import LinkBytes
 from fxpar.ir.exec_graph import Program
+from fxpar.ir.mesh import Mesh
 from fxpar.store.home import ParamSpec, home_layout, param_specs
 from fxpar.switch.node_first import ReductionCost, cheapest_cost
 from fxpar.switch.terms import GradientPlacement, gradient_placements
@@ -25,7 +26,24 @@ def going_home(program: Program, cluster: ClusterSpec) -> ReductionCost:
 
 def sent_home(program: Program, cluster: ClusterSpec) -> LinkBytes:
     """The bytes of it."""
-    found = going_home(program, cluster)
+    return _bytes(going_home(program, cluster))
+
+
+def sent_home_by_position(program: Program, cluster: ClusterSpec) -> list[LinkBytes]:
+    """The same for the parameters of each mesh of `program`, in the order of `fxpar.cost.group.rank_costs`; what
+    several have counts for the first.
+    """
+    if program.strategy.world == 1:
+        return [LinkBytes()]
+    terms, mine = gradient_placements(program), dict[Mesh, dict[str, tuple[GradientPlacement, ...]]]()
+    for placed in program.placed:
+        here = mine.setdefault(placed.mesh, {})
+        here |= {info.fqn: terms.pop(info.fqn) for info, _ in placed.params() if info.fqn in terms}
+    specs, world = tuple(param_specs(program)), program.strategy.world
+    return [_bytes(_cost(tuple(one.items()), specs, world, cluster)) if one else LinkBytes() for one in mine.values()]
+
+
+def _bytes(found: ReductionCost) -> LinkBytes:
     return LinkBytes(found.intra_node_bytes, found.inter_node_bytes)
 
 

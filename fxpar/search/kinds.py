@@ -28,6 +28,7 @@ from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.memory.pipeline import equal_positions
 from fxpar.memory.series import Series
+from fxpar.search.going_home import sent_home_by_position
 from fxpar.search.layer_list import Kind, Layers
 from fxpar.search.price import Candidate, Depth, Lower, Memory
 from fxpar.search.repeated import FEW, of_few_stages, repeated
@@ -160,12 +161,10 @@ class MixedCandidate(Candidate):
 
     @property
     def reduced(self) -> LinkBytes:
-        """Layers of a kind are taken to send alike in all stages that have it."""
-        found, *others = [one.reduced for one in self.kinds.programs]
-        first = found
-        for kind, one in enumerate(others):
-            more = [mine[kind] for mine, few in zip(self.more, self.few, strict=True) if few[kind]]
-            found += (one + first * -1) * (sum(more) / max(1, len(more)))
+        samples = [sent_home_by_position(one.programs[0], self.cluster) for one in self.kinds.programs]
+        found = LinkBytes()
+        for (few, *others), more in zip(zip(*samples, strict=True), self.more, strict=True):
+            found += sum(((one + few * -1) * count for one, count in zip(others, more, strict=True)), few)
         return found
 
     @cached_property

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from fxpar.batching import BatchPlan, GroupPlan
 from fxpar.ir.strategy import Strategy
 from fxpar.search.pricing import SetPricer
 from fxpar.search.traffic import SetTraffic
@@ -60,19 +61,18 @@ def test_gradients_go_to_the_other_node_once() -> None:
 
 
 def test_switches_of_a_set_are_those_that_an_engine_plans() -> None:
-    """Of the mini-batches that have them."""
+    """In a mini-batch that runs both."""
     found = traffic((64, "dp4"), (512, "dp2.tp2"))
-    names = ("dp4", "dp2.tp2")
-    layouts = {name: layout_of(lowered(Strategy.parse(name), 2), name) for name in names}
-    alone = SwitchSchedule(layouts, home_of(layouts["dp4"])[1], NODES, resident=names)
-    for level in ("intra_node", "inter_node"):
-        total = 0
-        for plan in found.plans:
-            order = found.switching.order({found.chosen[number].name for number in plan.order})
-            hops = [alone.plan(name, order[:number]) for number, name in enumerate(order)]
-            total += sum(getattr(hop, f"{level}_bytes") for hop in hops)
-        assert getattr(found.switches, level) == total / len(BATCHES)
-        assert total
+    found = replace(found, plans=[BatchPlan((GroupPlan(0, (), 0.0), GroupPlan(1, (), 0.0)))])
+    layouts = {name: layout_of(lowered(Strategy.parse(name), 2), name) for name in ("dp4", "dp2.tp2")}
+    alone = SwitchSchedule(layouts, home_of(layouts["dp4"])[1], NODES, resident=layouts)
+    order = found.switching.order(layouts)
+    hops = [alone.plan(name, order[:number]) for number, name in enumerate(order)]
+    assert len([hop for hop in hops if hop.inter_node_bytes]) == 1  # `dp4` leaves all that `dp2.tp2` needs
+    assert found.switches.intra_node == sum(hop.intra_node_bytes for hop in hops)
+    assert found.switches.inter_node == sum(hop.inter_node_bytes for hop in hops)
+    # Under `dp4` both ranks of the other node send what they have, straight to where it is added.
+    assert found.reductions.inter_node == (2 + 1) * PARAMS * FP32
 
 
 def test_replicas_in_step_send_for_those_that_run_idle() -> None:
