@@ -30,7 +30,6 @@ from fxpar.train.launch import run_ranks
 from fxpar.train.preflight import RANKS_PER_CORE
 from fxpar.train.rank import choose_device
 
-
 _COUNTED = re.compile(r"\d+ of \d+ \(round ")  # what `measured` says, beside warnings
 
 
