@@ -62,17 +62,17 @@ def test_gradients_go_to_the_other_node_once() -> None:
 
 def test_switches_of_a_set_are_those_that_an_engine_plans() -> None:
     """In a mini-batch that runs both."""
-    found = traffic((64, "dp4"), (512, "dp2.tp2"))
+    found = traffic((64, "dp2.pp2"), (512, "dp2.tp2"))
     found = replace(found, plans=[BatchPlan((GroupPlan(0, (), 0.0), GroupPlan(1, (), 0.0)))])
-    layouts = {name: layout_of(lowered(Strategy.parse(name), 2), name) for name in ("dp4", "dp2.tp2")}
-    alone = SwitchSchedule(layouts, home_of(layouts["dp4"])[1], NODES, resident=layouts)
+    layouts = {name: layout_of(lowered(Strategy.parse(name), 2), name) for name in ("dp2.pp2", "dp2.tp2")}
+    alone = SwitchSchedule(layouts, home_of(layouts["dp2.tp2"])[1], NODES, resident=layouts)
     order = found.switching.order(layouts)
     hops = [alone.plan(name, order[:number]) for number, name in enumerate(order)]
-    assert len([hop for hop in hops if hop.inter_node_bytes]) == 1  # `dp4` leaves all that `dp2.tp2` needs
+    assert all(hop.inter_node_bytes for hop in hops)
     assert found.switches.intra_node == sum(hop.intra_node_bytes for hop in hops)
     assert found.switches.inter_node == sum(hop.inter_node_bytes for hop in hops)
-    # Under `dp4` both ranks of the other node send what they have, straight to where it is added.
-    assert found.reductions.inter_node == (2 + 1) * PARAMS * FP32
+    # Of stages both replicas are on one node, and half of what each has is added on the other.
+    assert found.reductions.inter_node == 2 * PARAMS * FP32
 
 
 def test_replicas_in_step_send_for_those_that_run_idle() -> None:
