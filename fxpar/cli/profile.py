@@ -60,15 +60,16 @@ def run_profile(request: ProfileRequest) -> None:
 
 @contextmanager
 def followed(logs: Path, say: Callable[[str], object], every_s: float = 0.2) -> Iterator[None]:
-    """Meanwhile `say` the last line that rank 0 wrote to stderr, below the folder `logs` of `run_ranks`."""
+    """Meanwhile `say` which measurement rank 0 has last written to stderr, below the folder `logs` of `run_ranks`."""
     over = threading.Event()
 
     def follow() -> None:
         while not over.wait(every_s):
             for path in logs.glob("ranks_*/attempt_0/0/stderr.log"):
-                lines = [line for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1] if line]
-                if lines and _COUNTED.match(lines[-1]):
-                    say(lines[-1])
+                whole = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+                counted = [line for line in whole if _COUNTED.match(line)]
+                if counted:
+                    say(counted[-1])
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()

@@ -148,7 +148,7 @@ def test_ranks_of_a_launcher(words, message, monkeypatch):
 def test_what_ranks_measure_is_seen(tmp_path):
     """The last whole line that counts, of rank 0 alone."""
     for rank, text in enumerate(
-        ["1 of 9 (round 1 of 3) copy\n2 of 9 (round 1 of 3) add\n3 of", "3 of 9 (round 1 of 3) x\n"]
+        ["1 of 9 (round 1 of 3) copy\n2 of 9 (round 1 of 3) add\na warning\n3 of", "3 of 9 (round 1 of 3) x\n"]
     ):
         log = tmp_path / "ranks_x" / "attempt_0" / str(rank) / "stderr.log"
         log.parent.mkdir(parents=True)
