@@ -16,7 +16,7 @@ from typing import Any
 from fxpar.cost.calls import node_costs
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.links import sending
-from fxpar.cost.polynomial import Polynomial, fitted, sizes_of
+from fxpar.cost.polynomial import Polynomial, fitted, sent_bytes, sizes_of
 from fxpar.ir.axes import REPLICAS
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.handover import Handover
@@ -129,10 +129,17 @@ def _replica_of(mesh: Mesh) -> dict[int, int]:
 
 def _handed_on(program: PipelineGraph, handed: Handover, cluster: ClusterSpec) -> ByReplica:
     """One value on its way to another stage."""
+    here, there = handed.given.dist.mesh, handed.taken.dist.mesh
+    if handed.alike:  # without looking at each message, of which a thousand ranks have many
+        nbytes, replica_of = sent_bytes(program, [handed.given.local]), _replica_of(here)
+        pairs = _levels(zip(here.ranks, there.ranks, strict=True), cluster)
+        counts = Counter((replica_of[source], level) for source, level in pairs)
+        numbers = range(here.degree(REPLICAS))
+        return tuple(ReplicaBytes(nbytes * counts[n, False], nbytes * counts[n, True]) for n in numbers)
     samples = sizes_of(program)
     itemsize = handed.given.local.dtype.itemsize
     found = []
-    for replica in range(handed.given.dist.mesh.degree(REPLICAS)):
+    for replica in range(here.degree(REPLICAS)):
         sums: list[Counter[bool]] = []
         for sizes in samples:
             sums.append(Counter())
