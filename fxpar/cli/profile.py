@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from fxpar.cli.console import Work, print_table, stdout_console, working
+from fxpar.cli.console import Work, print_table, stderr_console, stdout_console, working
 from fxpar.cli.request import check_replaced, replace_output, to_json, write_output
 from fxpar.cli.run_commands import ProfileRequest
 from fxpar.cost.cluster import ClusterSpec
@@ -27,6 +29,8 @@ from fxpar.profiling.trials import device_series, link_series
 from fxpar.train.launch import run_ranks
 from fxpar.train.preflight import RANKS_PER_CORE
 from fxpar.train.rank import choose_device
+
+_COUNTED = re.compile(r"\d+ of \d+ \(round ")  # what `measured` says, beside warnings
 
 
 def words_of(request: ProfileRequest) -> list[str]:
@@ -45,12 +49,35 @@ def run_profile(request: ProfileRequest) -> None:
     elif request.ranks > 1:
         check_ranks(request.ranks)
         logs = Path(tempfile.mkdtemp(prefix="fxpar-profile-"))  # stays if a rank fails: its error names the log
-        with working(f"measuring with {request.ranks} ranks"):
+        begun = f"measuring with {request.ranks} ranks"
+        with working(begun) as work, followed(logs, lambda text: work.update(f"{begun}: {text}")):
             said = run_ranks(request.ranks, ("-m", "fxpar", "profile", *words_of(request)), logs, quiet=True)
         write_output("-", said)
         shutil.rmtree(logs, ignore_errors=True)
     else:
         _measure(request, choose_device(request.device, 0, 1), 0, 1, 1)
+
+
+@contextmanager
+def followed(logs: Path, say: Callable[[str], object], every_s: float = 0.2) -> Iterator[None]:
+    """Meanwhile `say` which measurement rank 0 has last written to stderr, below the folder `logs` of `run_ranks`."""
+    over = threading.Event()
+
+    def follow() -> None:
+        while not over.wait(every_s):
+            for path in logs.glob("ranks_*/attempt_0/0/stderr.log"):
+                whole = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+                counted = [line for line in whole if _COUNTED.match(line)]
+                if counted:
+                    say(counted[-1])
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def check_ranks(ranks: int) -> None:
@@ -100,7 +127,13 @@ def _measure(request: ProfileRequest, device: torch.device, rank: int, world: in
         stdout_console().print(words, markup=False)
     with working("measuring") if rank == 0 else nullcontext(Work("")) as work:
         series = device_series(device) + (link_series(device, nodes) if world > 1 else [])
-        points = measured(series, device, request.seconds, lambda text: work.update(f"measuring {text}"), known)
+
+        def say(text: str) -> None:
+            work.update(f"measuring {text}")
+            if rank == 0 and world > 1 and not stderr_console().is_terminal:  # the launcher reads it, or a log keeps it
+                stderr_console().print(text, markup=False)
+
+        points = measured(series, device, request.seconds, say, known)
     if rank:
         return
     cluster = described(points, device, nodes, world, request.threads)

@@ -10,6 +10,7 @@ from typing import Any
 from fxpar.annotate.experts import balanced_routes
 from fxpar.batching.ids import id_limits
 from fxpar.cli.cache import recorded
+from fxpar.cli.console import human_bytes
 from fxpar.cli.options import GraphSource
 from fxpar.cli.source import read_rows
 from fxpar.errors import PlanOptionError
@@ -84,6 +85,22 @@ class Shallow:
         return balanced_routes(lambda: self.rows(self.depth.samples(1)[0]), map(Strategy.parse, names))
 
 
+def sent_lines(plan: PricedSet) -> list[str]:
+    """What a priced set sends, for people."""
+    if plan.traffic is None:
+        return []
+    parts = {
+        "micro-batches": plan.traffic.micro_batches,
+        "switches": plan.traffic.switches,
+        "reductions": plan.traffic.reductions,
+    }
+    levels = {
+        "inside nodes": [f"{name} {human_bytes(round(one.intra_node))}" for name, one in parts.items()],
+        "between nodes": [f"{name} {human_bytes(round(one.inter_node))}" for name, one in parts.items()],
+    }
+    return [f"sent {where} per mini-batch: {', '.join(said)}" for where, said in levels.items()]
+
+
 def set_json(plan: PricedSet) -> dict[str, Any]:
     """A priced set, as `--json` writes it."""
     return {
@@ -96,4 +113,5 @@ def set_json(plan: PricedSet) -> dict[str, Any]:
         "reduce_s": plan.reduce_s,
         "exposed_s": plan.exposed_s,
         "optimizer_s": plan.optimizer_s,
+        "link_bytes": plan.traffic and plan.traffic.to_json(),
     }

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fxpar.cli.console import human_bytes, human_seconds, print_table, show_notes, stdout_console, working
 from fxpar.cli.request import cluster_name, collected_warnings, same_ranks, write_json
-from fxpar.cli.shallow import Shallow, set_json
+from fxpar.cli.shallow import Shallow, sent_lines, set_json
 from fxpar.cli.simulate_commands import SimulateRequest
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.ir.graph import DOCUMENTS
@@ -110,7 +110,7 @@ def _show(console: Console, request: SimulateRequest, found: Simulated, pricer: 
     rows.append(("mini-batch", "", "", "", human_seconds(plan.predicted_s), ""))
     titles = ("lengths", "strategy", "token budget", "tokens", "seconds", "memory")
     print_table(console, titles, rows, right=(0, 2, 3, 4, 5))
-    for line in _moved(plan, pricer):
+    for line in (*sent_lines(plan), *_moved(plan, pricer)):
         console.print(line, markup=False)
     names = [str(Named.parse(text).strategy) for text in request.named]
     unused = [name for name in names if name not in plan.strategies]

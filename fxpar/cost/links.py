@@ -7,8 +7,9 @@ the ranks (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms", 3
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -51,9 +52,15 @@ def exchange(mesh: Mesh, axis: str, cluster: ClusterSpec) -> Loads:
 @functools.lru_cache(maxsize=1024)
 def ring(mesh: Mesh, axis: str, cluster: ClusterSpec) -> Loads:
     """Where each rank sends to the next one of its process group."""
-    return one_each(
-        [pair for group in _groups(mesh, axis) for pair in zip(group, (*group[1:], group[0]), strict=True)], cluster
-    )
+    return one_each(sending(mesh, axis, to_all=False), cluster)
+
+
+def sending(mesh: Mesh, axis: str, to_all: bool) -> Iterator[tuple[int, int]]:
+    """(sender, receiver) of the messages in all process groups of `axis`: from each rank to all others, or to the next
+    one in the ring.
+    """
+    for group in _groups(mesh, axis):
+        yield from itertools.permutations(group, 2) if to_all else zip(group, (*group[1:], group[0]), strict=True)
 
 
 def one_each(pairs: Iterable[tuple[int, int]], cluster: ClusterSpec) -> Loads:

@@ -81,25 +81,30 @@ def measured(
     call it with equal series.
 
     All points are measured ROUNDS times, one after the other, so that what else the machine does hits all alike; the
-    median counts. What is `known` is not measured again.
+    median counts. What is `known` is not measured again. `say` is told which measurement of how many begins.
     """
     known = Kept() if known is None else known
 
+    lists, begun = [list(trials) for trials in series], 0
+
     def taken_s(trial: Trial, number: int) -> float:
+        nonlocal begun
+        begun += 1
         what = f"(round {number} of {ROUNDS}) {trial.words()}"
         if what not in known.seconds:
-            say(what)
+            say(f"{begun} of {ROUNDS * sum(map(len, lists))} {what}")
             known.add(what, _taken_s(trial, device, seconds / ROUNDS))
         return known.seconds[what]
 
     kept: list[tuple[Trial, list[float]]] = []
-    for trials in series:
+    for trials in lists:
         mine: list[tuple[Trial, list[float]]] = []
-        for trial in trials:
+        for trial in tuple(trials):
             if mine:
                 last, (taken,) = mine[-1]
                 most_s = seconds if len(mine) >= LEAST_TRIALS else SLOW * seconds
                 if taken * trial.amount / last.amount > most_s:
+                    del trials[len(mine) :]  # what is left to do becomes less
                     break
             mine.append((trial, [taken_s(trial, 1)]))
         kept += mine

@@ -11,7 +11,8 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import FxparError
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.search.kinds import KindsOfModel, Layers
+from fxpar.search.kinds import KindsOfModel
+from fxpar.search.layer_list import Layers
 from fxpar.search.layouts import list_of_layers
 from fxpar.search.positions import modules_in
 from fxpar.search.price import DEEPEST, Candidate, Depth, Lower, Priced, anchors_of, candidate

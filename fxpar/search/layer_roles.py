@@ -26,8 +26,9 @@ from fxpar.ir.module_rules import ModuleRule
 from fxpar.ir.strategy import SINGLE, Strategy
 from fxpar.search.blends import ChangedFlat
 from fxpar.search.fronts import Hull, undominated
-from fxpar.search.kinds import Layers, MixedCandidate
+from fxpar.search.kinds import MixedCandidate
 from fxpar.search.known import KnownModel, Said
+from fxpar.search.layer_list import Layers
 from fxpar.search.positions import child_of
 from fxpar.search.price import Candidate, Priced
 from fxpar.search.proposals import WORTH, Group, Proposal

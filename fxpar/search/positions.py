@@ -21,7 +21,7 @@ from fxpar.ir.remat import Remat
 from fxpar.ir.strategy import Strategy
 from fxpar.ir.strategy_text import Pipeline
 from fxpar.ops.traits import ATTENTION, EXPERT_PRODUCTS
-from fxpar.search.kinds import Layers, numbered
+from fxpar.search.layer_list import Layers, numbered
 from fxpar.search.price import Candidate
 from fxpar.search.space import with_stages
 

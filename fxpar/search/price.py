@@ -7,7 +7,6 @@ a pipeline get two and three layers each, and the whole model's layers go where 
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from abc import ABC, abstractmethod
@@ -22,20 +21,17 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.flowing import flowing_pace
 from fxpar.cost.group import NOMINAL_TOKENS, of_strategy, rank_costs
 from fxpar.cost.group_cost import Cost, GroupCost
+from fxpar.cost.link_bytes import ByReplica, LinkBytes, added, grown, sent_by_position
 from fxpar.cost.polynomial import Polynomial
-from fxpar.ir.exec_graph import Program
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.memory import MemoryPrediction, RankMemory, memory_over_time, steady_micro_batches
 from fxpar.memory.pipeline import equal_positions
 from fxpar.passes.share_weights import ALIGN_BYTES
 from fxpar.schedule.mini_batch import Pace
-from fxpar.store.home import ParamSpec, home_layout, param_specs
-from fxpar.switch.node_first import cheapest_cost
-from fxpar.switch.terms import GradientPlacement, gradient_placements
+from fxpar.search.going_home import going_home, sent_home
 
 Lower = Callable[[Strategy, int], TrainGraph]  # a strategy, layers of the model: its program for a store
-STAGING_BYTES = 64 << 20
 ADAM_BYTES = 16 + 12  # of fp32 that AdamW reads and writes for each parameter
 MOMENTS_BYTES = 8  # of them are its two moments
 BENT = 1.05  # by so much a line between two anchors may lie above what is predicted in its middle
@@ -152,6 +148,16 @@ class Priced(ABC):
     @abstractmethod
     def reduce_s(self) -> float:
         """Seconds in which the gradients of a group go home."""
+
+    @property
+    def reduced(self) -> LinkBytes:
+        """What gradients of a group take to go home; of what was lowered."""
+        raise NotImplementedError
+
+    @property
+    def sent(self) -> ByReplica:
+        """What is sent in a micro-batch of each replica, those of all teams; of what was lowered."""
+        raise NotImplementedError
 
     @property
     @abstractmethod
@@ -308,8 +314,18 @@ class Candidate(Priced):
     @cached_property
     def reduce_s(self) -> float:
         """Seconds in which the gradients of a group go home."""
-        seconds = [going_home_s(program, self.cluster) for program in self.programs]
+        seconds = [going_home(program, self.cluster).predicted_s for program in self.programs]
         return max(extrapolated(seconds, float(self.steps)), 0.0)
+
+    @property
+    def reduced(self) -> LinkBytes:
+        first, *others = [sent_home(program, self.cluster) for program in self.programs]
+        return first + (others[-1] + first * -1) * float(self.steps) if others else first
+
+    @cached_property
+    def sent(self) -> ByReplica:
+        samples = [added(sent_by_position(program, self.cluster)) for program in self.programs]
+        return grown(samples, (self.steps,) * (len(samples) - 1))
 
     @cached_property
     def pace(self) -> Pace | None:
@@ -332,28 +348,6 @@ def memory_of_rank(one: MemoryPrediction, padding_bytes: int) -> Memory:
         gradient_bytes=one.gradient_bytes,
         staging_bytes=one.staging_bytes + one.sums_bytes,
     )
-
-
-def going_home_s(program: Program, cluster: ClusterSpec) -> float:
-    """Seconds in which the gradients of a program go home."""
-    world = program.strategy.world
-    if world == 1:
-        return 0.0
-    terms = tuple(gradient_placements(program).items())
-    return _home_s(terms, tuple(param_specs(program)), world, cluster)
-
-
-@functools.lru_cache(maxsize=1024)
-def _home_s(
-    terms: tuple[tuple[str, tuple[GradientPlacement, ...]], ...],
-    specs: tuple[ParamSpec, ...],
-    world: int,
-    cluster: ClusterSpec,
-) -> float:
-    """Seconds in which gradients go home; once for all strategies under which they lie alike."""
-    home, sources = home_layout(specs, world), dict(terms)
-    target = home.only(sources)
-    return cheapest_cost(sources, target, cluster, sums_bytes=STAGING_BYTES).predicted_s
 
 
 def optimizer_s(one: Priced, cluster: ClusterSpec) -> float:

@@ -28,8 +28,8 @@ from fxpar.search.blends import Changed
 from fxpar.search.bounds import Intervals
 from fxpar.search.chunked import useful_chunks
 from fxpar.search.fronts import undominated
-from fxpar.search.kinds import Layers
 from fxpar.search.known import KnownModel, Said
+from fxpar.search.layer_list import Layers
 from fxpar.search.layer_roles import LayerSearch
 from fxpar.search.positions import child_of, experts_by_glob, glob_of_head, globs_of_attention, globs_of_weight
 from fxpar.search.price import Candidate, Priced

@@ -22,8 +22,9 @@ from fxpar.ir.axes import BINS, ROLE_AXES
 from fxpar.ir.module_rules import Axes
 from fxpar.ir.strategy import Strategy
 from fxpar.search.cutting import FIRST, StagesProblem, best_stages
-from fxpar.search.kinds import Layers, MixedCandidate
+from fxpar.search.kinds import MixedCandidate
 from fxpar.search.known import KnownModel, Said
+from fxpar.search.layer_list import Layers
 from fxpar.search.positions import PlannedStage, of_planned
 from fxpar.search.price import Candidate, Priced
 from fxpar.search.proposals import WORTH, Group, Proposal

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 
 from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.link_bytes import LinkBytes
 from fxpar.ir.exec_graph import Outline
 from fxpar.ir.strategy import Strategy
 from fxpar.passes.share_weights import lies_in
@@ -17,7 +18,7 @@ from fxpar.search.price import DEEPEST, Candidate, Depth, Priced, extrapolated
 from fxpar.search.space import placed_alike
 from fxpar.store import home_of
 from fxpar.switch import ParamLayout, PlacedParam, layout_of
-from fxpar.switch.order import HOME, SwitchSchedule, cheapest_order
+from fxpar.switch.order import HOME, Hop, SwitchSchedule, cheapest_order
 
 Outlines = Callable[[Strategy, int], Outline]  # how parameters lie, of a model with so many layers
 
@@ -76,12 +77,12 @@ class KnownSwitches:
             self._outside[key] = max(total.values(), default=0)
         return self._outside[key]
 
-    def seconds(self, target: str, sources: Sequence[str]) -> float:
-        """Of the switch to the placement `target`, where `sources` still hold their weights; home always does."""
+    def switch(self, target: str, sources: Sequence[str]) -> Hop:
+        """The one to the placement `target`, where `sources` still hold their weights; home always does."""
         if not self._planned:
             _, home = home_of(next(iter(self._layouts.values())))
             self._planned.append(SwitchSchedule(self._layouts, home, self.cluster, priced_only=True))
-        return self._planned[0].weights(HOME, target, frozenset(sources)).predicted_s
+        return self._planned[0].weights(HOME, target, frozenset(sources))
 
 
 def _outside(mine: PlacedParam, theirs: Sequence[PlacedParam]) -> Iterator[tuple[int, int]]:
@@ -108,11 +109,21 @@ class SetSwitches:
     _orders: dict[frozenset[str], tuple[str, ...]] = field(default_factory=dict)
 
     def predicted_s(self, name: str, visited: Sequence[str]) -> float:
+        found = self._switches(name, visited)
+        return max(0.0, extrapolated([one.predicted_s for one in found], self.steps)) if found else 0.0
+
+    def sent(self, name: str, visited: Sequence[str]) -> LinkBytes:
+        """What the same switch sends."""
+        found = self._switches(name, visited)
+        levels = [one.intra_node_bytes for one in found], [one.inter_node_bytes for one in found]
+        return LinkBytes(*(extrapolated(level, self.steps) for level in levels)) if found else LinkBytes()
+
+    def _switches(self, name: str, visited: Sequence[str]) -> list[Hop]:
+        """One for each of `known`; none where the weights are there."""
         if (name in visited and name in self.resident) or (visited and visited[-1] == name):
-            return 0.0
+            return []
         sources = [place for one, place in self.placed.items() if one in visited and one in self.resident]
-        seconds = [one.seconds(self.placed[name], sources) for one in self.known]
-        return max(0.0, extrapolated(seconds, self.steps))
+        return [one.switch(self.placed[name], sources) for one in self.known]
 
     def order(self, names: Collection[str]) -> tuple[str, ...]:
         """The order of these strategies with the fastest switches."""

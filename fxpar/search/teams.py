@@ -15,14 +15,16 @@ import numpy as np
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.group_cost import TeamsCost
+from fxpar.cost.link_bytes import ByReplica, LinkBytes, ReplicaBytes
 from fxpar.ir.axes import REPLICAS
 from fxpar.ir.exec_graph import Outline
 from fxpar.ir.strategy import SINGLE, Strategy
-from fxpar.ir.teams import lowered_for, team_budgets
+from fxpar.ir.teams import in_step, lowered_for, ranks_of_replica, team_budgets
 from fxpar.memory.state import home_bytes
 from fxpar.schedule.mini_batch import Pace
 from fxpar.search.bounds import Intervals, least_seconds
-from fxpar.search.price import STAGING_BYTES, Depth, Memory, Priced, extrapolated, going_home_s
+from fxpar.search.going_home import STAGING_BYTES, going_home, sent_home
+from fxpar.search.price import Depth, Memory, Priced, extrapolated
 from fxpar.search.pricing import SetPricer
 from fxpar.search.switching import Outlines
 from fxpar.store.home import home_layout, param_specs
@@ -75,7 +77,23 @@ class TeamsCandidate(Teams):
 
     @cached_property
     def reduce_s(self) -> float:
-        return max(0.0, self._of_all_layers([going_home_s(one, self.cluster) for one in self._outlined]))
+        return max(0.0, self._of_all_layers([going_home(one, self.cluster).predicted_s for one in self._outlined]))
+
+    @property
+    def reduced(self) -> LinkBytes:
+        found = [sent_home(one, self.cluster) for one in self._outlined]
+        levels = [one.intra_node for one in found], [one.inter_node for one in found]
+        return LinkBytes(*map(self._of_all_layers, levels))
+
+    @cached_property
+    def sent(self) -> ByReplica:
+        """Of teams in step each program has replicas on all ranks, and the team runs its own."""
+        found: list[ReplicaBytes] = []
+        for number, team in enumerate(self.teams):
+            own = self.strategy.of_team(number)
+            first = own.offset // ranks_of_replica(own) if in_step(self.strategy) else 0
+            found += team.sent[first : first + own.replicas]
+        return tuple(found)
 
     def predicted(self, tokens: int) -> Memory:
         """With what all ranks share."""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from fxpar.batching import length_groups
+from fxpar.cli.console import human_bytes
 from fxpar.cli.plan import _won
 from fxpar.models import load
 from fxpar.runtime.planned import parameters_of
@@ -40,6 +41,10 @@ def test_it_shows_what_it_writes(planned):
     assert best["groups"][-1]["limit"] == 256
     assert {"limit", "strategy", "seconds"} <= best["groups"][0].keys()
     assert {"predicted_s", "lower_bound_s", "memory_bytes", "switch_s", "reduce_s"} <= best.keys()
+    sent = [one["link_bytes"]["micro_batches"] for one in data["plans"]]
+    assert all(one["inter_node_bytes"] == 0 for one in sent)  # there is one node
+    assert any(one["intra_node_bytes"] for one in sent)
+    assert f"sent inside nodes per mini-batch: micro-batches {human_bytes(sent[0]['intra_node_bytes'])}, " in text
     assert best["lower_bound_s"] <= best["predicted_s"] <= data["best_static"]["predicted_s"]
     assert data["rounds"]["strategy"] in text
     groups = length_groups({256: data["rounds"]["strategy"]}, world=2, token_budget=data["rounds"]["token_budget"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def test_a_terminal_sees_at_once_what_is_measured(monkeypatch):
     status, out, _ = fxpar("profile", *TINY, "-o", "-")
     assert status == 0
     assert json.loads(out)
-    assert re.search(r"measuring \(round \d of \d\) launch of a kernel, \d+ s", shown.getvalue())
+    assert re.search(r"measuring 45 of 45 \(round 3 of 3\) launch of a kernel, \d+ s", shown.getvalue())
 
 
 def test_stdout(tmp_path):
@@ -144,11 +145,29 @@ def test_ranks_of_a_launcher(words, message, monkeypatch):
     assert message in err
 
 
+def test_what_ranks_measure_is_seen(tmp_path):
+    """The last whole line that counts, of rank 0 alone."""
+    for rank, text in enumerate(
+        ["1 of 9 (round 1 of 3) copy\n2 of 9 (round 1 of 3) add\na warning\n3 of", "3 of 9 (round 1 of 3) x\n"]
+    ):
+        log = tmp_path / "ranks_x" / "attempt_0" / str(rank) / "stderr.log"
+        log.parent.mkdir(parents=True)
+        log.write_text(text)
+    said: list[str] = []
+    heard = threading.Event()
+    with profile.followed(tmp_path, lambda text: (said.append(text), heard.set()), every_s=0.001):
+        assert heard.wait(10)
+    assert set(said) == {"2 of 9 (round 1 of 3) add"}
+
+
 @pytest.mark.nightly  # the page on clusters runs it too
-def test_two_ranks_of_its_own(capfd):
+def test_two_ranks_of_its_own(capfd, monkeypatch):
     """The real thing: the launcher starts them, they measure each other."""
+    shown = io.StringIO()
+    monkeypatch.setattr("fxpar.cli.console.stderr_console", lambda: Console(file=shown, force_terminal=True, width=90))
     status, out, err = fxpar("profile", "--seconds", "0.001", "--ranks", "2")
     assert status == 0, err + capfd.readouterr().err
+    assert re.search(r"measuring with 2 ranks: \d+ of \d+ \(round \d of 3\) ", shown.getvalue())
     assert "links inside a node" in out
     content = json.loads(Path("cluster.json").read_text())
     assert (content["devices_per_node"], content["measured"]["assumed"]) == (2, ["inter_gb_per_s"])

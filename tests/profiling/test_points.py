@@ -67,14 +67,15 @@ def test_all_points_are_measured_in_each_round():
     """What else the machine does in one of them changes none: the median counts."""
     said: list[str] = []
     measured([sleeping(0.001, 0.002)], CPU, 0.2, said.append)
-    rounds = range(1, ROUNDS + 1)
-    assert said == [f"(round {n} of {ROUNDS}) product in float32, {size} wide" for n in rounds for size in (1, 2)]
+    what = [f"(round {n} of {ROUNDS}) product in float32, {size} wide" for n in range(1, ROUNDS + 1) for size in (1, 2)]
+    assert said == [f"{number} of {2 * ROUNDS} {each}" for number, each in enumerate(what, 1)]
 
 
 def test_what_is_measured_is_said():
     said: list[str] = []
-    measured([sleeping(0.0)], CPU, 0.01, said.append)
-    assert said[-1] == f"(round {ROUNDS} of {ROUNDS}) product in float32, 0 wide"
+    measured([sleeping(0.01, 0.3)], CPU, 0.005, said.append)  # the second one would take too long
+    assert said[0] == f"1 of {2 * ROUNDS} (round 1 of {ROUNDS}) product in float32, 10 wide"
+    assert said[-1] == f"{ROUNDS} of {ROUNDS} (round {ROUNDS} of {ROUNDS}) product in float32, 10 wide"
 
 
 def test_the_slowest_rank_counts():

@@ -7,8 +7,9 @@ import pytest
 from fxpar.cost.cluster import usual_cluster
 from fxpar.ir.module_rules import ModuleRule
 from fxpar.ir.strategy import Strategy
-from fxpar.search.kinds import Layers, MixedCandidate, numbered
+from fxpar.search.kinds import MixedCandidate
 from fxpar.search.known import KnownModel
+from fxpar.search.layer_list import Layers, numbered
 from fxpar.search.price import Candidate, Depth
 from tests.repeat import thinned
 from tests.search.shallow import shallow
@@ -57,6 +58,10 @@ def test_as_the_whole_model(text, layers):
     assert ours.weight_bytes == pytest.approx(theirs.weight_bytes, rel=1e-3)
     assert ours.peak_bytes == pytest.approx(theirs.peak_bytes, rel=0.02)
     assert few.reduce_s == pytest.approx(whole.reduce_s, rel=0.05)
+    assert few.reduced.intra_node == pytest.approx(whole.reduced.intra_node, rel=0.02)
+    assert [few.sent[0].inside.c0, few.sent[0].inside.c1] == pytest.approx(
+        [whole.sent[0].inside.c0, whole.sent[0].inside.c1], rel=0.02
+    )
 
 
 def test_small_models_are_lowered_once_for_all_numbers_of_layers():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fxpar.ir.strategy import Strategy
-from fxpar.search.kinds import Layers
+from fxpar.search.layer_list import Layers
 from fxpar.search.positions import (
     PlannedStage,
     experts_by_glob,

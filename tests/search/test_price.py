@@ -50,6 +50,7 @@ def test_two_shallow_models_say_what_a_deep_one_takes(text):
     assert shallow.cost.per_square_s == pytest.approx(whole.cost.per_square_s, rel=1e-9)
     assert shallow.cost.fixed_s == pytest.approx(whole.cost.fixed_s, rel=1e-2)  # buckets of collectives
     assert whole.cost == group_cost(lowered(Strategy.parse(text), LAYERS), CLUSTER)
+    assert [one.inside.c1 for one in shallow.sent] == [one.inside.c1 for one in whole.sent]
     few, all_ = shallow.memory(512), whole.memory(512)
     assert few.weight_bytes == pytest.approx(all_.weight_bytes, rel=1e-3)
     assert few.stays_bytes == pytest.approx(all_.stays_bytes, rel=1e-3)
@@ -67,6 +68,8 @@ def test_stages_of_a_deep_model(text):
 def test_reductions_of_a_deep_model():
     for text in ("dp4", "dp2.tp2+sp"):
         assert priced(text, False).reduce_s == pytest.approx(priced(text, True).reduce_s, rel=0.05)
+        few, whole = priced(text, False).reduced, priced(text, True).reduced
+        assert few.intra_node == pytest.approx(whole.intra_node, rel=1e-9)
 
 
 GROWING = ["pp2.tp2+sp+remat(selective|redo_comm)", "pp2.tp2+sp", "dp4+remat(selective)"]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fxpar.cost.group import program_cost
+from fxpar.cost.link_bytes import added, sent_by_position
 from fxpar.errors import SequenceFitsNowhereError
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower
@@ -15,8 +16,9 @@ from fxpar.memory import predict_memory, steady_micro_batches
 from fxpar.passes.share_weights import ALIGN_BYTES
 from fxpar.search.chosen import problem_of
 from fxpar.search.driver import _Search, find_plan
+from fxpar.search.going_home import going_home, sent_home
 from fxpar.search.known import KnownModel
-from fxpar.search.price import Depth, going_home_s
+from fxpar.search.price import Depth
 from fxpar.search.problem import Problem
 from fxpar.search.teams import TeamsCandidate, without_teams
 from tests.search.shallow import shallow, stack_rows
@@ -38,7 +40,9 @@ def test_a_price_is_that_of_the_program(text):
     one = of(text)
     program = lower(rows(), text, for_store=True)
     assert one.cost == program_cost(program, FOUR)
-    assert one.reduce_s == pytest.approx(going_home_s(program, FOUR), rel=1e-12)
+    assert one.reduce_s == pytest.approx(going_home(program, FOUR).predicted_s, rel=1e-12)
+    assert one.reduced == sent_home(program, FOUR)
+    assert one.sent == tuple(replica for team in program.teams for replica in added(sent_by_position(team, FOUR)))
     memory = one.predicted(512)
     found = predict_memory(program, {"T": 512}, micro_batches=steady_micro_batches(one.strategy), cluster=FOUR)
     assert memory.home_bytes == found.master_bytes + found.home_gradient_bytes

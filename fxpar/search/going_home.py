@@ -1,0 +1,59 @@
+"""Gradients of a program on their way to the optimizer's layout: what that takes, and what it sends."""
+
+from __future__ import annotations
+
+import functools
+
+from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.link_bytes import LinkBytes
+from fxpar.ir.exec_graph import Program
+from fxpar.ir.mesh import Mesh
+from fxpar.store.home import ParamSpec, home_layout, param_specs
+from fxpar.switch.node_first import ReductionCost, cheapest_cost
+from fxpar.switch.terms import GradientPlacement, gradient_placements
+
+STAGING_BYTES = 64 << 20
+
+
+def going_home(program: Program, cluster: ClusterSpec) -> ReductionCost:
+    """What the gradients of a program take and send to go home."""
+    world = program.strategy.world
+    if world == 1:
+        return ReductionCost(0.0, 0, 0)
+    terms = tuple(gradient_placements(program).items())
+    return _cost(terms, tuple(param_specs(program)), world, cluster)
+
+
+def sent_home(program: Program, cluster: ClusterSpec) -> LinkBytes:
+    """The bytes of it."""
+    return _bytes(going_home(program, cluster))
+
+
+def sent_home_by_position(program: Program, cluster: ClusterSpec) -> list[LinkBytes]:
+    """The same for the parameters of each mesh of `program`, in the order of `fxpar.cost.group.rank_costs`; what
+    several have counts for the first.
+    """
+    if program.strategy.world == 1:
+        return [LinkBytes()]
+    terms, mine = gradient_placements(program), dict[Mesh, dict[str, tuple[GradientPlacement, ...]]]()
+    for placed in program.placed:
+        here = mine.setdefault(placed.mesh, {})
+        here |= {info.fqn: terms.pop(info.fqn) for info, _ in placed.params() if info.fqn in terms}
+    specs, world = tuple(param_specs(program)), program.strategy.world
+    return [_bytes(_cost(tuple(one.items()), specs, world, cluster)) if one else LinkBytes() for one in mine.values()]
+
+
+def _bytes(found: ReductionCost) -> LinkBytes:
+    return LinkBytes(found.intra_node_bytes, found.inter_node_bytes)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cost(
+    terms: tuple[tuple[str, tuple[GradientPlacement, ...]], ...],
+    specs: tuple[ParamSpec, ...],
+    world: int,
+    cluster: ClusterSpec,
+) -> ReductionCost:
+    """Once for all strategies under which gradients lie alike."""
+    home, sources = home_layout(specs, world), dict(terms)
+    return cheapest_cost(sources, home.only(sources), cluster, sums_bytes=STAGING_BYTES)

@@ -1,0 +1,81 @@
+"""What a set of strategies sends in a mean mini-batch, over which links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from fxpar.batching import BatchPlan, GroupPlan
+from fxpar.cost.link_bytes import LinkBytes
+from fxpar.search.price import Priced
+from fxpar.search.switching import SetSwitches
+
+
+@dataclass(frozen=True, eq=False)
+class SetTraffic:
+    """Of the strategies `chosen`, one for each group, in the planned `batches`: bytes that all ranks send, counted when
+    asked for. All of `chosen` were lowered.
+    """
+
+    chosen: Sequence[Priced]
+    batches: Sequence[Sequence[int]]
+    plans: Sequence[BatchPlan]
+    switching: SetSwitches
+
+    @cached_property
+    def groups(self) -> tuple[LinkBytes, ...]:
+        """By group: collectives and messages between stages of its micro-batches."""
+        found = [LinkBytes()] * len(self.chosen)
+        for batch, plan in zip(self.batches, self.plans, strict=True):
+            for group in plan.groups:
+                found[group.group] += self._sent(group, batch) * (1 / len(self.plans))
+        return tuple(found)
+
+    @cached_property
+    def switches(self) -> LinkBytes:
+        return self._mean(
+            self.switching.sent(name, order[:number]) for order in self._orders() for number, name in enumerate(order)
+        )
+
+    @cached_property
+    def reductions(self) -> LinkBytes:
+        """Gradients on their way home."""
+        reduced = {one.name: one.reduced for one in self.chosen}
+        return self._mean(reduced[name] for order in self._orders() for name in order)
+
+    @property
+    def micro_batches(self) -> LinkBytes:
+        """Of all groups."""
+        return sum(self.groups, LinkBytes())
+
+    def to_json(self) -> dict[str, Any]:
+        """Whole bytes."""
+        return {
+            "groups": [one.to_json() for one in self.groups],
+            "micro_batches": self.micro_batches.to_json(),
+            "switches": self.switches.to_json(),
+            "reductions": self.reductions.to_json(),
+        }
+
+    def _sent(self, group: GroupPlan, batch: Sequence[int]) -> LinkBytes:
+        """In lockstep replicas whose list has ended run idle, and take part in what is sent."""
+        longest = max(map(len, group.replicas)) if group.lockstep else 0
+        total = LinkBytes()
+        for sent, replica in zip(self.chosen[group.group].sent, group.replicas, strict=True):
+            for micro in replica:
+                total += sent.over([batch[i] for i in micro.sequences])
+            total += sent.over(()) * max(0, longest - len(replica))
+        return total
+
+    def _orders(self) -> Iterator[tuple[str, ...]]:
+        """The strategies of each mini-batch as they run."""
+        for plan in self.plans:
+            yield self.switching.order({self.chosen[number].name for number in plan.order})
+
+    def _mean(self, parts: Iterator[LinkBytes]) -> LinkBytes:
+        return sum(parts, LinkBytes()) * (1 / len(self.plans))
+
+
+__all__ = ["SetTraffic"]

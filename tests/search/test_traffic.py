@@ -1,0 +1,85 @@
+"""What sets send over links, against bytes that are counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fxpar.batching import BatchPlan, GroupPlan
+from fxpar.ir.strategy import Strategy
+from fxpar.search.pricing import SetPricer
+from fxpar.search.traffic import SetTraffic
+from fxpar.store import home_of
+from fxpar.switch import layout_of
+from fxpar.switch.order import SwitchSchedule
+from tests.search.test_driver import LINKS, known, lowered, outlined
+
+NODES = replace(LINKS, nodes=2, devices_per_node=2)
+BATCHES = ((64, 128, 64), (256,))  # 256 tokens each
+TOKENS, DIM, FP32 = 256, 64, 4
+PARAMS = 75456
+# Of two layers: an all-reduce behind the embedding and behind each attention and feed-forward, and as many in the
+# backward; in the loss an all-gather and an all-reduce of a number per token. Over two ranks, each sends what it has.
+TENSOR_PARALLEL = 2 * TOKENS * FP32 * (10 * DIM + 2)
+
+
+def traffic(*limits: tuple[int, str]) -> SetTraffic:
+    model = known(NODES)
+    chosen = []
+    for limit, text in limits:
+        one = model.candidate(Strategy.parse(text), lambda _: None)
+        assert one is not None
+        chosen.append((limit, one))
+    pricer = SetPricer(NODES, model.depth, outlined, BATCHES, None, switches=model.switches)
+    assert pricer.price(chosen) is not None
+    assert pricer.price(chosen).traffic is None  # nothing is counted for what a search tries
+    found = pricer.price(chosen, settle=True)
+    assert found is not None
+    assert found.traffic is not None
+    return found.traffic
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "between"),
+    [
+        ("dp2.tp2", TENSOR_PARALLEL, 0),
+        ("tp2.dp2", 0, TENSOR_PARALLEL),
+        ("dp2.pp2", 0, 2 * TOKENS * DIM * FP32),  # stages are nodes: forward and backward of each token
+    ],
+)
+def test_micro_batches_send_what_their_collectives_do(text: str, inside: int, between: int) -> None:
+    found = traffic((512, text))
+    assert found.to_json()["groups"] == [{"intra_node_bytes": inside, "inter_node_bytes": between}]
+    assert found.micro_batches == found.groups[0]
+
+
+def test_gradients_go_to_the_other_node_once() -> None:
+    """Each element is the sum of what two replicas have, and lies at home on one node."""
+    found = traffic((512, "dp2.tp2")).reductions
+    assert found.inter_node == PARAMS * FP32
+
+
+def test_switches_of_a_set_are_those_that_an_engine_plans() -> None:
+    """In a mini-batch that runs both."""
+    found = traffic((64, "dp2.pp2"), (512, "dp2.tp2"))
+    found = replace(found, plans=[BatchPlan((GroupPlan(0, (), 0.0), GroupPlan(1, (), 0.0)))])
+    layouts = {name: layout_of(lowered(Strategy.parse(name), 2), name) for name in ("dp2.pp2", "dp2.tp2")}
+    alone = SwitchSchedule(layouts, home_of(layouts["dp2.tp2"])[1], NODES, resident=layouts)
+    order = found.switching.order(layouts)
+    hops = [alone.plan(name, order[:number]) for number, name in enumerate(order)]
+    assert all(hop.inter_node_bytes for hop in hops)
+    assert found.switches.intra_node == sum(hop.intra_node_bytes for hop in hops)
+    assert found.switches.inter_node == sum(hop.inter_node_bytes for hop in hops)
+    # Of stages both replicas are on one node, and half of what each has is added on the other.
+    assert found.reductions.inter_node == 2 * PARAMS * FP32
+
+
+def test_replicas_in_step_send_for_those_that_run_idle() -> None:
+    """The second mini-batch is one sequence: the other replica gathers weights as well."""
+    found = traffic((512, "dp2.tp2+sp+zero3"))
+    idle = [group for plan in found.plans for group in plan.groups if not all(group.replicas)]
+    assert [group.lockstep for group in idle] == [True]
+    fixed = sum(float(one.between.c0) for one in found.chosen[0].sent)
+    assert found.micro_batches.inter_node == fixed
+    assert fixed > 0
