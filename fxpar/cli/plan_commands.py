@@ -121,7 +121,7 @@ class PlanRequest:
         galvatron = self.cost == "galvatron"
         for name in _OF_MODEL if galvatron else _OF_GALVATRON:
             if getattr(self, name) not in (None, False, 0):
-                of_model = "it is for a MODEL; --cost galvatron has --profiles, --devices, --batch, --seq-len and --memory"
+                of_model = "it is for a MODEL; --cost galvatron has --profiles, --devices, --batch, --seq-len, --memory"
                 why = of_model if galvatron else "it is for --cost galvatron"
                 raise typer.BadParameter(why, param_hint=_option(name))
         if galvatron and self.source.model:

@@ -69,7 +69,9 @@ def read_lengths(text: str, seed: int = 0, tokenizer: str | None = None) -> np.n
         hint = nearest(name, NAMED)
         known = ", ".join(f"{one}:LONGEST" for one in NAMED)
         raise LengthsError(
-            text, f"there is no such file or folder{hint}", f"Name a file of lengths (.txt, .json, .npy, .npz), a corpus, or {known}"
+            text,
+            f"there is no such file or folder{hint}",
+            f"Name a file of lengths (.txt, .json, .npy, .npz), a corpus, or {known}",
         )
     return _checked(text, _values(text))
 
