@@ -53,7 +53,7 @@ def _write_imported(request: PlanRequest, path: str, output: str) -> None:
     with working() as status, collected_warnings([]):
         status.update(f"capturing {source.model}")
         model = Shallow(source)
-        params = model.rows(model.depth.samples(1)[0]).params()
+        params = list(model.rows(model.depth.samples(1)[0]).params())
     lists = {list_of(info.fqn) for info in params} - {""}
     if len(lists) != 1:
         found = f"lists of modules: {', '.join(sorted(lists)) or 'none'}"

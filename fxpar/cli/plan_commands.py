@@ -129,7 +129,8 @@ class PlanRequest:
         galvatron = self.cost == "galvatron"
         for name in _OF_MODEL if galvatron else _OF_GALVATRON:
             if getattr(self, name) not in (None, False, 0):
-                why = "it is for a model" if galvatron else "it is for --cost galvatron"
+                of_model = "it is for a MODEL; --cost galvatron has --profiles, --devices, --batch, --seq-len, --memory"
+                why = of_model if galvatron else "it is for --cost galvatron"
                 raise typer.BadParameter(why, param_hint=_option(name))
         if galvatron and self.source.model:
             raise typer.BadParameter("the profile is the model of --cost galvatron", param_hint="MODEL")
@@ -153,7 +154,7 @@ class PlanRequest:
         given = {"MODEL": self.source.model or None, "--seq-len": self.seq_len, "--output": self.output}
         missing = [name for name, value in given.items() if value is None]
         if 0 < len(missing) < len(given):
-            why = "--import writes a plan for MODEL with --seq-len N and -o FILE; without all of them it shows it"
+            why = "--import writes a plan with MODEL, --seq-len N and -o FILE; to see the plan only, give none of them"
             raise typer.BadParameter(f"it is missing: {why}", param_hint=missing[0])
         if self.source.world is not None and self.devices not in (None, self.source.world):
             why = f"{self.source.world} ranks are not --devices {self.devices}: say one of them"

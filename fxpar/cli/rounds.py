@@ -62,7 +62,7 @@ def _costs(
 ) -> tuple[dict[int, TeamCost], int]:
     """By degree, and the devices of a node."""
     if not request.source.model:
-        cost = cost_of(request.cost).with_memory(request.memory_gib)
+        cost = cost_of(request.priced_by).with_memory(request.memory_gib)
         return cost.teams(degrees, request.devices, longest), request.devices_per_node
     from fxpar.cli.rounds_model import model_teams
 

@@ -40,12 +40,13 @@ class RoundsRequest:
         ),
     ] = 8
     cost: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="Without MODEL: flexsp-7b, flexsp-13b, flexsp-30b, or a JSON file of constants.",
+            help="Without MODEL: flexsp-7b, the default, flexsp-13b, flexsp-30b, or a JSON file of constants.",
+            show_default=False,
         ),
-    ] = _COST
+    ] = None
     cluster: Cluster = None
     strategy: Annotated[
         str | None,
@@ -87,7 +88,7 @@ class RoundsRequest:
             raise typer.BadParameter(f"{self.degrees!r} is not a list such as 1,2,4,8", param_hint="--degrees")
         if self.memory is not None and not CAPACITY.fullmatch(self.memory):
             raise typer.BadParameter(f"{self.memory!r} is not a size such as 30GiB or 500MB", param_hint="--memory")
-        if self.source.model and self.cost != _COST:
+        if self.source.model and self.cost is not None:
             why = "it is of no MODEL; name the devices that yours is priced on: --cluster h100 or FILE"
             raise typer.BadParameter(why, param_hint="--cost")
         if self.cluster is not None and not self.source.model:
@@ -100,7 +101,7 @@ class RoundsRequest:
     @property
     def priced_by(self) -> str:
         """What says how long a team takes."""
-        return cluster_name(self.cluster) if self.source.model else self.cost
+        return cluster_name(self.cluster) if self.source.model else self.cost or _COST
 
     @property
     def strategy_texts(self) -> list[str]:

@@ -68,7 +68,8 @@ class Shallow:
         """
         graph = self.rows(self.depth.samples(1)[0])
         if "input_ids" not in {info.fqn for info in graph.inputs}:
-            why = f"its batch has no input_ids, and {purpose} for sequences of tokens"
+            why = f"its batch has no input_ids, and {purpose} for sequences of tokens. "
+            why += "Models of other batches are planned as tasks: fxpar tasks plan FILE.toml"
             raise PlanOptionError("MODEL", self._model, why)
         positions = id_limits(graph).get("position_ids")
         if positions is not None and positions.rows < longest and not self._model.startswith("hf:"):

@@ -173,7 +173,7 @@ class _Walk:
         if info.fqn == "document_ids":
             return Flow("number", dims)
         if not dims and self.question == "documents":
-            return row(node, "is one for the whole row")
+            return row(node, "has no dim of tokens, so it is one for the whole row")
         if len(dims) > 2:
             return row(node, "has more than two dims of tokens")
         known = padding_of(info.fqn, info.meta.dtype)

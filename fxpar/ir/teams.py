@@ -157,6 +157,7 @@ def _check_axes(text: str, widest: Strategy, least: int) -> None:
     degrees = (*(degree for _, degree in widest.axes), least)
     if any(degree < 1 or degree & (degree - 1) for degree in degrees) or least > widest.world:
         why = f"its degrees, and the {least} ranks that a team has at least, must be powers of two up to {widest.world}"
+        why += "; for others name a strategy for each size, such as rounds(cp6, cp3, dp1)"
         raise StrategySyntaxError(text, text, why)
 
 

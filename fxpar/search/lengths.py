@@ -71,7 +71,9 @@ def read_lengths(text: str, seed: int = 0, tokenizer: str | None = None) -> np.n
         hint = nearest(name, NAMED)
         known = ", ".join(f"{one}:LONGEST" for one in NAMED)
         raise LengthsError(
-            text, f"this is not a file{hint}", f"Name a file of lengths (.txt, .json, .npy, .npz), a corpus, or {known}"
+            text,
+            f"there is no such file or folder{hint}",
+            f"Name a file of lengths (.txt, .json, .npy, .npz), a corpus, or {known}",
         )
     return _checked(text, _values(text))
 
@@ -90,9 +92,9 @@ def check_lengths(text: str, tokenizer: str | None) -> None:
     """What can be said of lengths before documents are read. Raises LengthsError."""
     corpus = corpus_of(text)
     if corpus is None:
+        read_lengths(text)
         if tokenizer is not None:
             raise LengthsError(text, "these are lengths already, in tokens", "Leave out --tokenizer")
-        read_lengths(text)
         return
     if tokenizer is None:
         do = "Name its tokenizer.json with --tokenizer; fxpar train leaves one beside its checkpoints"

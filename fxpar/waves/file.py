@@ -36,7 +36,9 @@ def read_tasks(path: str) -> TaskFile:
         data = read(Path(path).read_text(encoding="utf-8"), "JSON")
     except OSError as error:
         why = f"it cannot be read: {error.strerror or error}"
-        raise TaskGraphError(repr(path), why, "Name a JSON file of MetaOps") from error
+        raise TaskGraphError(
+            repr(path), why, "Name a JSON file of MetaOps, or the TOML configuration of a run"
+        ) from error
     except ValueError as error:
         raise TaskGraphError(repr(path), str(error), "Write one JSON object with metaops and edges") from error
     known = ("metaops", "edges", *_LINKS, _MEMORY)

@@ -88,7 +88,7 @@ def test_a_run_takes_the_plan(planned):
             "h100 is a kind of node: say on how many ranks",
         ),
         ([*WORDS, "--memory", "80"], "not a size such as 80GB or 500MB"),
-        ([*WORDS[:5], "nothing.txt", *WORDS[6:]], "this is not a file"),
+        ([*WORDS[:5], "nothing.txt", *WORDS[6:]], "there is no such file or folder"),
         ([*WORDS, "-o", "plan.json"], "a plan is TOML: name it .toml"),
         (["plan", "lama", *WORDS[2:]], "did you mean 'llama'"),
         (

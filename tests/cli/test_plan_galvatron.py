@@ -95,10 +95,10 @@ SMALL = {"pp_deg": 1, "tp_sizes_enc": "2,1", "dp_types_enc": "0,1", "checkpoint"
 OPTIONS = ("layers=2", "dim=32", "heads=4", "kv_heads=2", "ffn=48", "vocab=300")
 
 
-def imported(folder, *words):
+def imported(folder, *words, model="llama"):
     (folder / "galvatron.json").write_text(json.dumps(SMALL | {"world_size": 2}))
-    options = [word for option in OPTIONS for word in ("--set", option)]
-    return fxpar("plan", "llama", *options, "--import", folder / "galvatron.json", *words)
+    options = [word for option in OPTIONS for word in ("--set", option)] if model == "llama" else []
+    return fxpar("plan", model, *options, "--import", folder / "galvatron.json", *words)
 
 
 def test_an_imported_plan_is_one_of_fxpars(tmp_path):
@@ -110,6 +110,24 @@ def test_an_imported_plan_is_one_of_fxpars(tmp_path):
     (group,) = plan.groups
     assert group.strategy == "rows2+zero2[layers.0: tp2+sp+zero0+remat; layers.1: +zero3]"
     assert (group.limit, group.token_budget) == (64, 2 * 64)
+
+
+OF_A_USER = """
+from fxpar.models.load import load
+
+
+def make(layers: int = 2):
+    found = load("llama", options={"layers": str(layers), "dim": "32", "ffn": "48"})
+    return found.model, found.loss_fn, found.example_batch
+"""
+
+
+def test_an_imported_plan_is_for_a_model_of_a_user(tmp_path):
+    (tmp_path / "mine.py").write_text(OF_A_USER)
+    words = ("--seq-len", "64", "-o", tmp_path / "plan.toml")
+    status, _, err = imported(tmp_path, *words, model=f"{tmp_path / 'mine.py'}:make")
+    assert (status, err) == (0, "")
+    assert read_plan(str(tmp_path / "plan.toml")).groups[0].strategy.endswith("layers.1: +zero3]")
 
 
 def test_an_imported_plan_is_for_as_many_layers(tmp_path):

@@ -73,7 +73,7 @@ def test_ids_are_those_of_the_model():
     [
         ([*WORDS, "--verify", "0"], "--verify"),
         ([*WORDS[:5], "65536", *WORDS[6:], "--verify", "1"], "cannot run on this machine"),
-        (["plan", "--cost", "galvatron", "--verify", "1"], "it is for a model"),
+        (["plan", "--cost", "galvatron", "--verify", "1"], "it is for a MODEL; --cost galvatron has --profiles"),
     ],
 )
 def test_bad_words_are_one_error(words, why):

@@ -163,6 +163,7 @@ def test_lengths_that_are_none(tmp_path, text):
             {"source": GraphSource("llama"), "cost": "flexsp-13b"},
             "it is of no MODEL; name the devices .* --cluster h100",
         ),
+        ({"source": GraphSource("llama"), "cost": "flexsp-7b"}, "it is of no MODEL"),  # the default, but named
         ({"cluster": "h100"}, "a model is priced on it; name MODEL"),
         ({"strategy": "cp16"}, "it is of a model; name MODEL"),
         ({"strategy": " "}, "it is empty; name a strategy"),

@@ -77,7 +77,7 @@ def test_the_plan_as_json(file, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "error", "message"),
     [
-        (("plan", 4, "no.json"), TaskGraphError, r"no\.json': it cannot be read: No such file or directory"),
+        (("plan", 4, "no.json"), TaskGraphError, r"no\.json': it cannot be read: No such file .* or the TOML"),
         (("plan", 4, "no.toml"), TasksFileError, r"no\.toml': it cannot be read: No such file or directory"),
         (("plan", 4, "", "clip-11"), TaskGraphError, "there is no such case"),
         (("plan", 4, "", "clip-4", 8, None, "no/such/folder.json"), OutputError, "folder"),

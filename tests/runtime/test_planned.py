@@ -187,7 +187,7 @@ def test_bad_searches_are_named_before_anything_is_done(options, error, why):
         ([5, -1], "has -1 as length 2"),
         ([5, 1.5], "has 1.5 as length 2"),
         (3, "holds a int, not a list"),
-        ("nothing.txt", "this is not a file"),
+        ("nothing.txt", "there is no such file or folder"),
         ("githb:64", "did you mean 'github'"),
         ("/:64", "is a corpus, .* Give the numbers"),
     ],

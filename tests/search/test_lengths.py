@@ -40,6 +40,7 @@ def test_a_corpus_is_cut_as_training_cuts_it(tmp_path):
     for text, given, why in (
         (f"{folder}:4", None, "is a corpus, and nobody says how its documents become tokens. Name its tokenizer"),
         (f"{folder}:1", str(tokenizer), "1 tokens are no sequence"),
+        (f"{folder}s:4", str(tokenizer), "there is no such file or folder. Name"),
         ("github:64", str(tokenizer), "these are lengths already, in tokens. Leave out --tokenizer"),
     ):
         with pytest.raises(LengthsError, match=why):
@@ -113,9 +114,9 @@ def test_a_pickle_is_not_run(tmp_path):
         ("commoncrawl:x", "names no longest sequence"),
         ("commoncrawl:0", "names no longest sequence"),
         ("commoncrawl:" + 5000 * "9", "names no longest sequence"),
-        (5000 * "x", "this is not a file"),
-        ("comoncrawl:4096", "this is not a file; did you mean 'commoncrawl'"),
-        ("nothing.txt", "this is not a file"),
+        (5000 * "x", "there is no such file or folder"),
+        ("comoncrawl:4096", "there is no such file or folder; did you mean 'commoncrawl'"),
+        ("nothing.txt", "there is no such file or folder"),
     ],
 )
 def test_a_wrong_name_is_one_error(text, why):
