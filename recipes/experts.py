@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxpar.errors import UnsupportedRecipeError
 from fxpar.ir.graph import IS_TOKEN
 from fxpar.recipes.torchtitan_api import (
     GptOssGroupedExperts,
@@ -42,6 +43,16 @@ class FxparMoE(MoE):
     @dataclass(kw_only=True, slots=True)
     class Config(MoE.Config):
         pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        kind = type(self.routed_experts.inner_experts)
+        if kind not in _EXPERTS:  # by an override of the user's own, which torchtitan applies once ranks run
+            raise UnsupportedRecipeError(
+                "override.imports",
+                f"experts are a {kind.__qualname__}, of which fxpar knows no products by expert",
+                f"Leave out the override that makes them; {' and '.join(k.__qualname__ for k in _EXPERTS)} are known",
+            )
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         weights, ids, _ = self.router(x_BLD, self.expert_bias_E)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from torchtitan.models.common.feed_forward import FeedForward
 from fxpar import losses
 from fxpar.batching import MicroBatch
 from fxpar.checking import assign, run_world
+from fxpar.errors import UnsupportedRecipeError
 from fxpar.ir.graph import IS_TOKEN
 from fxpar.lowering import lower
 from fxpar.passes.pack_documents import pack_documents
@@ -166,3 +167,21 @@ def test_tokens_per_expert_are_torchtitans() -> None:
 
 def test_torchtitan_finds_the_overrides_by_name() -> None:
     assert (f"{moe.__module__}.moe", f"{moe.__module__}.gpt_oss_moe") == FOR_FXPAR
+
+
+class Fused(titan.GroupedExperts):
+    """As of an override of the user's own."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(titan.GroupedExperts.Config):
+        pass
+
+
+def test_experts_of_another_override_are_refused() -> None:
+    given = config()
+    experts = titan.derive(given.routed_experts.inner_experts, Fused.Config)
+    given = replace(given, routed_experts=replace(given.routed_experts, inner_experts=experts))
+    with pytest.raises(
+        UnsupportedRecipeError, match=r"override.imports: experts are a Fused, .* Leave out the override"
+    ):
+        moe(given).build()

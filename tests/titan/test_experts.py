@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from torchtitan.components.validate import Validator
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 
