@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 
 import pytest
 import torch
@@ -58,6 +59,7 @@ def test_each_row_counts_once_for_its_expert(strategy: str) -> None:
     ranks = run_world(program, found.params, found.buffers, found.batches, assign(program.strategy, 2), 1.0)
     rows = [rank["experts"].get(LAYER, torch.zeros(2 * EXPERTS + 3)) for rank in ranks]
     assert sum(rows)[:EXPERTS].tolist() == want
+    assert expert_layers([pickle.loads(pickle.dumps(program))]) == {LAYER: EXPERTS}
     assert expert_layers([program]) == {LAYER: EXPERTS}
     together = sum(LENGTHS) * SLOTS
     assert sum(rows)[-1] == together * (2 if ".tp2" in strategy else 1)
