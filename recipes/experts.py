@@ -12,9 +12,8 @@ Activated by its path in `override.imports`, as attention is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxpar.errors import UnsupportedRecipeError
 from fxpar.ir.graph import IS_TOKEN
 from fxpar.recipes.torchtitan_api import (
     GptOssGroupedExperts,
@@ -32,10 +32,9 @@ from fxpar.recipes.torchtitan_api import (
     gpt_oss_swiglu,
     override,
 )
-from fxpar.runtime.report import ExpertLoad
+from fxpar.runtime.report import StepReport
+from fxpar.tracer.documents import padded, surrounding_tokens
 from fxpar.tracer.experts import expert_mm, weighted_sum
-
-_IS_TOKEN: ContextVar[Tensor | None] = ContextVar("fxpar_is_token", default=None)
 
 
 class FxparMoE(MoE):
@@ -45,10 +44,20 @@ class FxparMoE(MoE):
     class Config(MoE.Config):
         pass
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        kind = type(self.routed_experts.inner_experts)
+        if kind not in _EXPERTS:  # by an override of the user's own, which torchtitan applies once ranks run
+            raise UnsupportedRecipeError(
+                "override.imports",
+                f"experts are a {kind.__qualname__}, of which fxpar knows no products by expert",
+                f"Leave out the override that makes them; {' and '.join(k.__qualname__ for k in _EXPERTS)} are known",
+            )
+
     def forward(self, x_BLD: Tensor) -> Tensor:
         weights, ids, _ = self.router(x_BLD, self.expert_bias_E)
         tokens, K = x_BLD.flatten(0, 1), ids.shape[-1]
-        ids, is_token = ids.reshape(-1, K), _IS_TOKEN.get()
+        ids, is_token = ids.reshape(-1, K), surrounding_tokens()
         if is_token is not None:
             ids = torch.where(is_token.reshape(-1, 1) != 0, ids, -1)
         experts = self.routed_experts.inner_experts
@@ -80,22 +89,18 @@ _EXPERTS: dict[type[nn.Module], Callable[[Any, Tensor, Tensor], Tensor]] = {
 }
 
 
-@contextmanager
-def without_padding(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[None]:
+def without_padding(model: nn.Module, batch: Mapping[str, Tensor]) -> AbstractContextManager[None]:
     """Inside the block, mixtures of the model send tokens [1, T] alone to experts, as `is_token` of the batch says."""
     has_experts = any(isinstance(module, FxparMoE) for module in model.modules())
-    reset = _IS_TOKEN.set(batch[IS_TOKEN] if has_experts else None)
-    try:
-        yield
-    finally:
-        _IS_TOKEN.reset(reset)
+    return padded(batch[IS_TOKEN] if has_experts else None)
 
 
-def count_tokens(model: nn.Module, loads: Iterable[ExpertLoad]) -> None:
+def count_tokens(model: nn.Module, report: StepReport) -> None:
     """Add the rows of each expert in a step to the counters of the model's mixtures, which torchtitan's optimizer reads
-    and sets back. Rows that a capacity leaves out count: the router chose their expert.
+    and sets back. Rows that a capacity leaves out count: the router chose their expert. Those of a mini-batch that is
+    left out do not.
     """
-    for load in loads:
+    for load in () if report.skipped else report.experts:
         counter = cast(FxparMoE, model.get_submodule(load.module)).tokens_per_expert_E
         counter.add_(torch.tensor(load.wanted or load.experts, dtype=torch.float64).round().to(counter))
 

@@ -168,7 +168,7 @@ class FxparMixin(Trainer):
         model.load_engine_state({"steps": self.step - 1})  # a resumed run goes on with the step it is at
         documents: Documents = input_dict["documents"]  # on the CPU: a rank copies the tokens that it works on
         report = model.train_step(documents.sequences())
-        experts.count_tokens(model, report.experts)
+        experts.count_tokens(model, report)
         self.ntokens_seen += documents.places
         self.fxpar_report = report
         self._fxpar_reports.append(report)

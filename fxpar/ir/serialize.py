@@ -35,6 +35,8 @@ _META = (
     "host",
     "chunk",
     "ep_chunk",
+    "experts",
+    "reader",
     "pass",
 )
 

@@ -32,7 +32,7 @@ from fxpar.switch import ParamLayout, layout_of, plan_large_switch
 from fxpar.switch.node_first import cheapest_reduction
 from fxpar.switch.terms import gradient_placements
 from fxpar.torch_api.tree import flatten, flatten_call, unflatten
-from fxpar.tracer.documents import without_documents
+from fxpar.tracer.documents import without_surroundings
 from fxpar.tracer.forward import call_key, capture_forward
 from fxpar.transport import Holding, NodeFirstReduction, Reduction, Switch, reduction_on
 from fxpar.transport.groups import ProcessGroups
@@ -119,7 +119,7 @@ class PlainCalls:
             raise ParallelizeError(
                 "each task runs on some ranks only, so there is no strategy for plain calls, model(x)"
             )
-        with without_documents():
+        with without_surroundings():
             ready = self._get_ready(module, args, kwargs)
         replica = replica_of(ready.program, ready.runner.rank)
         if self.strategy not in self._compared:

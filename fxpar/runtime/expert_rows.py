@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,9 @@ class _Layer:
 
 
 def _layers(nodes: Iterable[fx.Node], mesh: Mesh) -> list[tuple[fx.Node, _Layer]]:
-    """The counts of a forward, and of which experts; its backward, and what runs again in it, has the same."""
+    """The counts of a forward, and of which experts; its backward, and what runs again in it, has the same. Where a
+    module has sets of experts of several sizes, the largest has its name, and those of the others say how many.
+    """
     found = []
     for node in nodes:
         axis, alike = counted_by(node)
@@ -45,7 +47,14 @@ def _layers(nodes: Iterable[fx.Node], mesh: Mesh) -> list[tuple[fx.Node, _Layer]
             total, source = here * (mesh.degree(axis) if axis else 1), node.args[0]
             wanted = isinstance(source, fx.Node) and source.target is within_capacity
             found.append((node, _Layer(fqn_of(node), total, axis, alike, wanted)))
-    return found
+    most: dict[str, int] = {}
+    for _, layer in found:
+        most[layer.module] = max(layer.experts, most.get(layer.module, 0))
+    return [(node, layer if layer.experts == most[layer.module] else _smaller(layer)) for node, layer in found]
+
+
+def _smaller(layer: _Layer) -> _Layer:
+    return replace(layer, module=f"{layer.module} ({layer.experts} experts)")
 
 
 class ExpertRows:

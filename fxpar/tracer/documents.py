@@ -26,6 +26,7 @@ from fxpar.tracer.context import CaptureContext, MaskRule, current
 aten = torch.ops.aten
 _SAME_POSITIONS = TAKES | {aten._to_copy.default}
 _PACKED: ContextVar[Tensor | None] = ContextVar("fxpar_packed", default=None)
+_IS_TOKEN: ContextVar[Tensor | None] = ContextVar("fxpar_is_token", default=None)
 
 
 def document_ids_from_positions(position_ids: Tensor) -> Tensor:
@@ -108,17 +109,33 @@ def surrounding_documents() -> Tensor | None:
 
 
 @contextmanager
-def without_documents() -> Iterator[None]:
-    """Inside the block no surrounding `packed` holds, for a forward that is captured on its own.
+def padded(is_token: Tensor | None) -> Iterator[None]:
+    """Inside the block, `surrounding_tokens` are these [1, S]: 0 where a place of the rows is padding."""
+    reset = _IS_TOKEN.set(is_token)
+    try:
+        yield
+    finally:
+        _IS_TOKEN.reset(reset)
 
-    Raises PackedCallError if that block names several documents: the forward could not keep them apart.
+
+def surrounding_tokens() -> Tensor | None:
+    """What the surrounding `padded` block names; None outside of one."""
+    return _IS_TOKEN.get()
+
+
+@contextmanager
+def without_surroundings() -> Iterator[None]:
+    """Inside the block no surrounding `packed` or `padded` holds, for a forward that is captured on its own.
+
+    Raises PackedCallError if the documents are several: the forward could not keep them apart.
     """
     ids = _PACKED.get()
     if ids is not None and ids.numel() and bool((ids != ids.flatten()[0]).any()):
         raise PackedCallError
     token = _PACKED.set(None)
     try:
-        yield
+        with padded(None):
+            yield
     finally:
         _PACKED.reset(token)
 

@@ -46,25 +46,17 @@ def test_pickling_twice_is_the_same_bytes(strategy):
     assert pickle.dumps(pickle.loads(once)) == pickle.dumps(pickle.loads(pickle.dumps(pickle.loads(once))))
 
 
+OF_LOWERING = {"dist_in", "bucket", "class", "variant", "rule"}
+"""What only the lowering reads."""
+
+
 def test_metadata_survives():
     program = lowered(llama(), "dp2.tp2+sp+zero3")
     again = pickle.loads(pickle.dumps(program))
     for name, part in program.parts.items():
         for old, new in zip(part.graph.nodes, again.parts[name].graph.nodes, strict=True):
-            for key in (
-                "tensor",
-                "local",
-                "dist",
-                "sym",
-                "fqn",
-                "source",
-                "backward",
-                "phase",
-                "comm",
-                "fused",
-                "buffer",
-            ):
-                assert new.meta.get(key) == old.meta.get(key), (key, old)
+            told = {key: value for key, value in old.meta.items() if key not in OF_LOWERING}
+            assert new.meta == told, old
 
 
 def test_buffers_are_carried_after_pickling():

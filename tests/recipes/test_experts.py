@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -16,13 +16,14 @@ from torchtitan.models.common.feed_forward import FeedForward
 from fxpar import losses
 from fxpar.batching import MicroBatch
 from fxpar.checking import assign, run_world
+from fxpar.errors import UnsupportedRecipeError
 from fxpar.ir.graph import IS_TOKEN
 from fxpar.lowering import lower
 from fxpar.passes.pack_documents import pack_documents
 from fxpar.recipes import torchtitan_api as titan
 from fxpar.recipes.experts import FOR_FXPAR, FxparMoE, count_tokens, gpt_oss_moe, moe, without_padding
 from fxpar.runtime.micro import row_of
-from fxpar.runtime.report import ExpertLoad
+from fxpar.runtime.report import ExpertLoad, StepReport
 from tests.captured import Captured, take, tokens
 
 D, F, E, K = 16, 24, 4, 2
@@ -137,6 +138,11 @@ def test_strategies(gpt_oss: bool, strategy: str) -> None:
     assert result.ok, result
 
 
+def report(load: ExpertLoad) -> StepReport:
+    """Of a step that is about its experts alone."""
+    return StepReport(1, 0.0, 2, 22, 20, 0.0, 0.0, (), experts=(load,))
+
+
 def test_tokens_per_expert_are_torchtitans() -> None:
     """Without padding, and as its optimizer's hook reads them."""
     found, model = routed(False)
@@ -150,12 +156,32 @@ def test_tokens_per_expert_are_torchtitans() -> None:
     mixed = sum(rank["experts"]["moe"] for rank in ranks)
     for given in found.batches:
         theirs(given["input_ids"], given["position_ids"])
-    count_tokens(model, [ExpertLoad("moe", tuple(mixed[:E].tolist()), ())])
+    count_tokens(model, report(ExpertLoad("moe", tuple(mixed[:E].tolist()), ())))
     assert model.moe.tokens_per_expert_E.tolist() == theirs.moe.tokens_per_expert_E.tolist()
-    count_tokens(model, [ExpertLoad("moe", (1.0,) * E, (), wanted=(0.0, 1.0, 2.0, 2.999999))])
+    limited = report(ExpertLoad("moe", (1.0,) * E, (), wanted=(0.0, 1.0, 2.0, 2.999999)))
+    count_tokens(model, limited)
+    count_tokens(model, replace(limited, skipped=True))
     more = theirs.moe.tokens_per_expert_E + torch.tensor([0.0, 1.0, 2.0, 3.0])
     assert model.moe.tokens_per_expert_E.tolist() == more.tolist()
 
 
 def test_torchtitan_finds_the_overrides_by_name() -> None:
     assert (f"{moe.__module__}.moe", f"{moe.__module__}.gpt_oss_moe") == FOR_FXPAR
+
+
+class Fused(titan.GroupedExperts):
+    """As of an override of the user's own."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(titan.GroupedExperts.Config):
+        pass
+
+
+def test_experts_of_another_override_are_refused() -> None:
+    given = config()
+    experts = titan.derive(given.routed_experts.inner_experts, Fused.Config)
+    given = replace(given, routed_experts=replace(given.routed_experts, inner_experts=experts))
+    with pytest.raises(
+        UnsupportedRecipeError, match=r"override.imports: experts are a Fused, .* Leave out the override"
+    ):
+        moe(given).build()

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import operator
+import pickle
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fxpar import losses
 from fxpar.checking import assign, run_world
+from fxpar.ir.exec_graph import compile_graph
+from fxpar.ir.graph import TensorMeta
+from fxpar.ir.mesh import Mesh
 from fxpar.lowering import default_passes, lower
 from fxpar.passes.compress_dispatch import CompressDispatch
-from fxpar.runtime.expert_rows import expert_layers, expert_loads
+from fxpar.runtime.expert_rows import ExpertRows, expert_layers, expert_loads
 from fxpar.runtime.report import ExpertLoad
 from tests.captured import Captured, lowered, take, tokens
 from tests.passes.test_exchange_tokens import EXPERTS, SLOTS, Model
@@ -58,6 +63,7 @@ def test_each_row_counts_once_for_its_expert(strategy: str) -> None:
     ranks = run_world(program, found.params, found.buffers, found.batches, assign(program.strategy, 2), 1.0)
     rows = [rank["experts"].get(LAYER, torch.zeros(2 * EXPERTS + 3)) for rank in ranks]
     assert sum(rows)[:EXPERTS].tolist() == want
+    assert expert_layers([pickle.loads(pickle.dumps(program))]) == {LAYER: EXPERTS}
     assert expert_layers([program]) == {LAYER: EXPERTS}
     together = sum(LENGTHS) * SLOTS
     assert sum(rows)[-1] == together * (2 if ".tp2" in strategy else 1)
@@ -89,3 +95,18 @@ def test_loads_of_several_groups() -> None:
     assert load == ExpertLoad("b", (3.0, 3.0), (6.0,))
     assert ExpertLoad("b", (1.0, 3.0), (4.0, 0.0, 2.0)).expert_balance == 1.5
     assert ExpertLoad("b", (1.0, 3.0), (4.0, 0.0, 2.0)).rank_balance == pytest.approx(4 / 3)
+
+
+def test_sets_of_experts_of_several_sizes_in_a_module() -> None:
+    graph = fx.Graph()
+    for experts in (2, 4, 2):
+        ids = graph.call_function(torch.full, ((3, 1), 1))
+        routes = graph.call_function(own.route_rows.default, (ids, experts))
+        counts = graph.call_function(operator.getitem, (routes, 1))
+        counts.meta |= {"experts": ("", 1), "fqn": "moe", "local": TensorMeta((experts,), torch.int64)}
+    graph.output(())
+    rows = ExpertRows(Mesh(()), 0)
+    rows.watch(graph)
+    compile_graph(graph)()
+    found = {name: counts[: (len(counts) - 3) // 2].tolist() for name, counts in rows.take().items()}
+    assert found == {"moe (2 experts)": [0, 6], "moe": [0, 3, 0, 0]}

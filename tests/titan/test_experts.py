@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torchtitan.components.validate import Validator
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 
 from fxpar.recipes.convert import to_fxpar
-from fxpar.recipes.debug import debug_recipe
+from fxpar.recipes.debug import DATASET, debug_recipe
 
 from .runs import train
 
@@ -29,6 +31,8 @@ def recipe(kind: str, strategies: dict[int, str] | None) -> Any:
     config.training.seq_len, config.training.steps = 128, 3
     config.training.global_batch_size = 2
     config.training.mixed_precision_param = "float32"
+    data = HuggingFaceTextDataLoader.Config(dataset=DATASET, infinite=True)
+    config.validator = Validator.Config(enable=True, freq=3, steps=2, dataloader=data)
     config.lr_scheduler.warmup_steps = 10
     return config
 
@@ -40,6 +44,8 @@ def test_three_steps(kind, tmp_path):
     assert list(found.losses) == [1, 2, 3]
     assert max(abs(found.losses[step] - loss) for step, loss in stock.losses.items()) < 1e-5
     assert max(abs(found.norms[step] / norm - 1) for step, norm in stock.norms.items()) < 1e-5
+    assert found.validation.keys() == {1, 3} == stock.validation.keys()
+    assert max(abs(found.validation[step] - loss) for step, loss in stock.validation.items()) < 1e-5
     assert found.weights.keys() == stock.weights.keys()
     biases = [name for name in stock.weights if name.endswith("expert_bias_E")]
     assert biases
