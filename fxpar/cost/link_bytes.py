@@ -7,8 +7,9 @@ sent. Bytes of switches and reductions are those of their plans, which count the
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -18,7 +19,7 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.links import sending
 from fxpar.cost.polynomial import Polynomial, fitted, sent_bytes, sizes_of
 from fxpar.ir.axes import REPLICAS
-from fxpar.ir.exec_graph import Program
+from fxpar.ir.exec_graph import Program, Stored
 from fxpar.ir.handover import Handover
 from fxpar.ir.mesh import Mesh
 from fxpar.ir.pipeline_graph import PipelineGraph
@@ -89,8 +90,8 @@ def sent_by_position(program: Program, cluster: ClusterSpec) -> list[ByReplica]:
     for placed in program.placed:
         found[placed.mesh].append(_by_collectives(placed, cluster))
     if isinstance(program, PipelineGraph):
-        for each in program.handovers:
-            found[program.stages[each.stage].mesh].append(_handed_on(program, each, cluster))
+        for mesh, sent in _between_stages(program, cluster):
+            found[mesh].append(sent)
     return [added(parts) for parts in found.values()]
 
 
@@ -127,16 +128,35 @@ def _replica_of(mesh: Mesh) -> dict[int, int]:
     return {rank: number for number in range(mesh.degree(REPLICAS)) for rank in mesh.at(REPLICAS, number).ranks}
 
 
-def _handed_on(program: PipelineGraph, handed: Handover, cluster: ClusterSpec) -> ByReplica:
-    """One value on its way to another stage."""
-    here, there = handed.given.dist.mesh, handed.taken.dist.mesh
-    if handed.alike:  # without looking at each message, of which a thousand ranks have many
-        nbytes, replica_of = sent_bytes(program, [handed.given.local]), _replica_of(here)
-        pairs = _levels(zip(here.ranks, there.ranks, strict=True), cluster)
-        counts = Counter((replica_of[source], level) for source, level in pairs)
-        numbers = range(here.degree(REPLICAS))
-        return tuple(ReplicaBytes(nbytes * counts[n, False], nbytes * counts[n, True]) for n in numbers)
-    samples = sizes_of(program)
+def _between_stages(program: PipelineGraph, cluster: ClusterSpec) -> Iterator[tuple[Mesh, ByReplica]]:
+    """Each value on its way to another stage, with the mesh that sends it."""
+    if program.strategy.by_stage:
+        for each in program.handovers:
+            here, there = each.given.dist.mesh, each.taken.dist.mesh
+            # Without looking at each message, of which a thousand ranks have many.
+            sent = _to_one_each(program, each.given, there, cluster) if each.alike else _cut(program, each, cluster)
+            yield here, sent
+        return
+    # Stages that one stands for (`fxpar.search.repeated`) have names of values that do not meet.
+    for stage, (kind, step) in itertools.product(program.stages, (("sent", 1), ("sent_grad", -1))):
+        there = program.stages[(stage.index + step) % len(program.stages)].mesh
+        for given in stage.given(kind).values():
+            yield stage.mesh, _to_one_each(program, given, there, cluster)
+
+
+def _to_one_each(program: PipelineGraph, given: Stored, there: Mesh, cluster: ClusterSpec) -> ByReplica:
+    """Each rank sends all that it has to the one at its place of the mesh `there`."""
+    here = given.dist.mesh
+    nbytes, replica_of = sent_bytes(program, [given.local]), _replica_of(here)
+    pairs = _levels(zip(here.ranks, there.ranks, strict=True), cluster)
+    counts = Counter((replica_of[source], level) for source, level in pairs)
+    numbers = range(here.degree(REPLICAS))
+    return tuple(ReplicaBytes(nbytes * counts[n, False], nbytes * counts[n, True]) for n in numbers)
+
+
+def _cut(program: PipelineGraph, handed: Handover, cluster: ClusterSpec) -> ByReplica:
+    """Ranks send what pieces of the two stages have in common."""
+    here, samples = handed.given.dist.mesh, sizes_of(program)
     itemsize = handed.given.local.dtype.itemsize
     found = []
     for replica in range(here.degree(REPLICAS)):

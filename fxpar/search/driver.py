@@ -6,7 +6,8 @@ savings      what saves memory (remat, ZeRO-3, chunks of the loss where logits a
              least that it takes, see `fxpar.search.floors`
 sets         dynamic programming over the limits of groups; the best guesses are planned on sample mini-batches
              with their switches and reductions, until no other set can be faster
-pipelines    those of the best sets are tried under zb_h1, which waits less and keeps more, and with a whole loss
+pipelines    under zb_h1 they wait less and keep more: guesses at that choose among the best sets, which are then tried
+             so, and with a whole loss
 teams        if they may be, the best wide replicas beside the best narrow ones are strategies too
 rounds       if they are asked for, which strategies the teams of each size should run, see `fxpar.search.rounds`
 rules        the best set and the best single strategy are tried with rules per module and with stages that differ, see
@@ -48,6 +49,7 @@ from fxpar.search.teams import Teams, pairs, without_teams
 from fxpar.search.variants import Variants
 
 PLANNED = 48  # sets that are planned at most
+LOOKED_AT = 8  # of these, best first, under a faster schedule, to choose those that are lowered
 GUESSES = (StagedGuess, Teams)  # nothing was lowered for them
 Tried = tuple[Strategy, int]  # a shape and its level of savings
 CLOSE = 0.01  # by so much a set may be slower than it was ranked
@@ -80,6 +82,7 @@ class _Search:
     priced: dict[Groups, PricedSet | None] = field(default_factory=dict)
     settled: dict[Groups, PricedSet] = field(default_factory=dict)
     given_up: dict[Groups, float] = field(default_factory=dict)  # seconds that they are sure to take
+    at_best: dict[Groups, float] = field(default_factory=dict)  # seconds under a faster schedule
     used: dict[Groups, Groups] = field(default_factory=dict)  # of sets with groups that no mini-batch has
     again: dict[Strategy, tuple[Polynomial, Polynomial]] = field(default_factory=dict)  # see `again_s`
     uniform_s: float = np.inf  # of the best set without rules
@@ -108,7 +111,8 @@ class _Search:
         left: list[Tried] = [(shape, 0) for shape in self.problem.shapes]
         while left:
             following: list[Tried] = []
-            for shape, level in sorted(left, key=_costs_least_first):
+            # Those that gather no weights first: they make many of the others useless.
+            for shape, level in sorted(left, key=lambda one: (SAVINGS[one[1]][0], one[1])):
                 # Those before it in its round may have made it useless.
                 tried = self._helpful(shape, level) if level or shape.chunks > 1 else (shape, level)
                 further = tried and self._add(*tried)
@@ -282,7 +286,9 @@ class _Search:
             found = [static, *self._best(self._ranked(self.problem.max_strategies), self.problem.keep)]
             if self.problem.teams:
                 found += self._best(self._ranked(self.problem.max_strategies, teams=True), self.problem.keep)
-            plans = different(sorted(found, key=_seconds), self.pricer)
+            found.sort(key=_seconds)
+            found[:LOOKED_AT] = sorted(found[:LOOKED_AT], key=self._at_best_s)
+            plans = different(found, self.pricer)
             best = [static, *plans[: self.problem.keep]]
             groups = [self._groups_of(plan) for plan in best]
             if not any([self._disappoints(one, plan) for one, plan in zip(groups, best, strict=True)]):
@@ -291,6 +297,24 @@ class _Search:
         kept.sort(key=_seconds)
         better = found.predicted_s < kept[0].predicted_s  # by rules
         return different([found, *kept], self.pricer)[: self.problem.keep] if better else kept, found
+
+    def _at_best_s(self, plan: PricedSet) -> float:
+        """Of a set with guesses at pipelines under a faster schedule where they fit: all of them, else one by one."""
+        groups = self._groups_of(plan)
+        if groups not in self.at_best:
+            chosen = [(self.intervals.edges[edge], self.candidates[s]) for edge, s in groups]
+            faster = [(limit, self._faster(one)) for limit, one in chosen]
+            changed = [i for i, one in enumerate(faster) if one[1] is not chosen[i][1]]
+            best = self.pricer.price(faster) if changed else plan
+            if best is None:
+                singles = (self.pricer.price([*chosen[:i], faster[i], *chosen[i + 1 :]]) for i in changed)
+                best = min(filter(None, singles), key=_seconds, default=plan)
+            self.at_best[groups] = min(plan.predicted_s, best.predicted_s)
+        return self.at_best[groups]
+
+    def _faster(self, one: Priced) -> Priced:
+        faster = rescheduled(one.strategy) if isinstance(one, StagedGuess) else None
+        return one if faster is None else self.known.guessed(faster, self.said) or one
 
     def _refined(self, groups: Groups, rules: bool) -> PricedSet:
         """A settled set, under a faster schedule and with rules where that takes less time."""
@@ -358,7 +382,7 @@ class _Search:
                 continue
             self.candidates[s], budgets = one, self.pricer.budgets(one, self.intervals.edges)
             self.seconds[s] = least_seconds(one.cost, strategy, budgets, self.intervals)
-        for known in (self.priced, self.used, self.given_up):
+        for known in (self.priced, self.used, self.given_up, self.at_best):
             for groups in [one for one in known if not guesses.isdisjoint(s for _, s in one)]:
                 del known[groups]
         return bool(guesses)
@@ -369,13 +393,6 @@ class _Search:
         return SequenceFitsNowhereError(
             longest, self.problem.memory_bytes or 0, one.name, one.memory(longest).peak_bytes
         )
-
-
-def _costs_least_first(tried: Tried) -> tuple[int, int]:
-    """Those that gather no weights first: they make many of the others useless."""
-    _, level = tried
-    zero, _ = SAVINGS[level]
-    return zero, level
 
 
 _seconds = operator.attrgetter("predicted_s")

@@ -8,6 +8,7 @@ import pytest
 
 from fxpar.cost.cluster import usual_cluster
 from fxpar.cost.group import rank_costs
+from fxpar.cost.link_bytes import sent_by_position
 from fxpar.ir.strategy import Strategy
 from fxpar.memory import memory_over_time
 from fxpar.search.known import KnownModel
@@ -36,6 +37,7 @@ def test_they_are_the_pipeline_that_is_lowered_whole(model, layers, text):
     made = repeated(few, strategy, layers, EACH)
     assert (made.cuts, made.flops, made.terms) == (whole.cuts, whole.flops, whole.terms)
     assert list(rank_costs(made, CLUSTER).values()) == list(rank_costs(whole, CLUSTER).values())
+    assert sent_by_position(made, CLUSTER) == sent_by_position(whole, CLUSTER)
     assert dict(layout_of(made).params) == dict(layout_of(whole).params)
     assert gradient_placements(made) == gradient_placements(whole)
     assert home_layout(param_specs(made), 16).params == home_layout(param_specs(whole), 16).params
