@@ -118,3 +118,27 @@ def test_a_variant_that_is_guessed_to_be_slower_is_not_lowered(monkeypatch):
     asked.clear()
     assert variants._may_win(Strategy.parse("pp2+remat+zb_h1"), pipeline, chosen, must_s)
     assert not asked  # its program is there
+
+
+def test_sets_with_pipelines_are_chosen_by_what_they_take_under_a_faster_schedule(monkeypatch):
+    """Where not all of a set fit under it, by what they take with one of them so."""
+    search = _Search(problem(None), known(), lambda _: None)
+    guesses = [
+        StagedGuess(Strategy.parse(text), CLUSTER, known().anchors, priced("dp2")) for text in ("pp2", "pp2+remat")
+    ]
+    search.candidates, search.seconds = [*guesses, priced("dp2")], [search.least] * 3
+    last = len(search.intervals.edges) - 1
+    one, two, flat = ((last, 0),), ((last - 2, 0), (last, 1)), ((last, 2),)
+    plans = {groups: search._price(groups) for groups in (one, flat)}
+    assert search._at_best_s(plans[one]) < plans[one].predicted_s
+    assert search._at_best_s(plans[flat]) == plans[flat].predicted_s
+    price, asked = search.pricer.price, []
+
+    def fits_one(chosen):
+        asked.append(["zb_h1" in each.name for _, each in chosen])
+        return None if all(asked[-1]) else price(chosen)
+
+    monkeypatch.setattr(search.pricer, "price", fits_one)
+    search.priced[two] = replace(plans[one], predicted_s=1.0)
+    assert search._at_best_s(search.priced[two]) < 1.0
+    assert asked == [[True, True], [True, False], [False, True]]
