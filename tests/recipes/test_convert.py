@@ -254,9 +254,10 @@ def test_parallelism_of_the_recipe_stays_as_given():
 
 
 def test_an_unsupported_option_is_refused_when_converting():
-    with pytest.raises(UnsupportedRecipeError, match=r"model_spec \(MoE\)"):
-        to_fxpar(titan.stock_recipe("qwen3", "qwen3_moe_debug"), strategies={2048: "dp2"})
-    assert to_fxpar(titan.stock_recipe("qwen3", "qwen3_moe_debug"), strategies=None).fxpar.strategies is None
+    predicts_further = titan.stock_recipe("deepseek_v3", "deepseek_v3_debugmodel_mtp")
+    with pytest.raises(UnsupportedRecipeError, match=r"model_spec: deepseek_v3 has mtp_layers"):
+        to_fxpar(predicts_further, strategies={2048: "dp2"})
+    assert to_fxpar(predicts_further, strategies=None).fxpar.strategies is None
 
 
 def with_plan_file(plan: Plan, tmp_path: Path, **settings: object) -> Any:
