@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
+from typing import Protocol
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.flowing import flowing_pace
@@ -110,6 +111,23 @@ class Memory:
         return self.stays_bytes + self.weight_bytes + self.beside_bytes
 
 
+class Lowered(Protocol):
+    """What is known of a strategy only once it is lowered: the bytes that its ranks send."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def reduced(self) -> LinkBytes:
+        """What gradients of a group take to go home."""
+        ...
+
+    @property
+    def sent(self) -> ByReplica:
+        """What is sent in a micro-batch of each replica, those of all teams."""
+        ...
+
+
 @dataclass
 class Priced(ABC):
     """A strategy whose memory is known at the numbers of tokens in `anchors`, ascending."""
@@ -148,16 +166,6 @@ class Priced(ABC):
     @abstractmethod
     def reduce_s(self) -> float:
         """Seconds in which the gradients of a group go home."""
-
-    @property
-    def reduced(self) -> LinkBytes:
-        """What gradients of a group take to go home; of what was lowered."""
-        raise NotImplementedError
-
-    @property
-    def sent(self) -> ByReplica:
-        """What is sent in a micro-batch of each replica, those of all teams; of what was lowered."""
-        raise NotImplementedError
 
     @property
     @abstractmethod

@@ -16,7 +16,7 @@ from fxpar.ir.teams import largest_team
 from fxpar.search.price import Depth, Priced
 from fxpar.search.sets import DIFFERENT
 from fxpar.search.switching import ModelSwitches, Outlines, SetSwitches
-from fxpar.search.traffic import SetTraffic
+from fxpar.search.traffic import SetTraffic, lowered
 from fxpar.store.memory import reserved_gradients
 
 FEW = 2  # mini-batches that are planned before a set is given up
@@ -281,7 +281,7 @@ class SetPricer:
             optimizer_s=self.optimizer_s,
             memory_parts=self._memory(chosen, groups, weights if kept else 0, overlap),
             optimizer_bytes=max(one.stays.optimizer_bytes for _, one in chosen),
-            traffic=SetTraffic([one for _, one in chosen], self.batches, plans, switching) if settle else None,
+            traffic=SetTraffic(lowered(chosen), self.batches, plans, switching) if settle else None,
         )
 
     def _run_s(

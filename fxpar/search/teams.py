@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from fxpar.memory.state import home_bytes
 from fxpar.schedule.mini_batch import Pace
 from fxpar.search.bounds import Intervals, least_seconds
 from fxpar.search.going_home import STAGING_BYTES, going_home, sent_home
-from fxpar.search.price import Depth, Memory, Priced, extrapolated
+from fxpar.search.price import Depth, Lowered, Memory, Priced, extrapolated
 from fxpar.search.pricing import SetPricer
 from fxpar.search.switching import Outlines
 from fxpar.store.home import home_layout, param_specs
@@ -92,7 +93,7 @@ class TeamsCandidate(Teams):
         for number, team in enumerate(self.teams):
             own = self.strategy.of_team(number)
             first = own.offset // ranks_of_replica(own) if in_step(self.strategy) else 0
-            found += team.sent[first : first + own.replicas]
+            found += cast(Lowered, team).sent[first : first + own.replicas]
         return tuple(found)
 
     def predicted(self, tokens: int) -> Memory:

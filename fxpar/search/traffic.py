@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from fxpar.batching import BatchPlan, GroupPlan
 from fxpar.cost.link_bytes import LinkBytes
-from fxpar.search.price import Priced
+from fxpar.search.price import Lowered, Priced
 from fxpar.search.switching import SetSwitches
 
 
 @dataclass(frozen=True, eq=False)
 class SetTraffic:
     """Of the strategies `chosen`, one for each group, in the planned `batches`: bytes that all ranks send, counted when
-    asked for. All of `chosen` were lowered.
+    asked for.
     """
 
-    chosen: Sequence[Priced]
+    chosen: Sequence[Lowered]
     batches: Sequence[Sequence[int]]
     plans: Sequence[BatchPlan]
     switching: SetSwitches
@@ -78,4 +78,9 @@ class SetTraffic:
         return sum(parts, LinkBytes()) * (1 / len(self.plans))
 
 
-__all__ = ["SetTraffic"]
+def lowered(chosen: Sequence[tuple[int, Priced]]) -> list[Lowered]:
+    """Strategies of a set that settles: none of them is a guess."""
+    return [cast(Lowered, one) for _, one in chosen]
+
+
+__all__ = ["SetTraffic", "lowered"]
