@@ -89,13 +89,13 @@ def _run(request: PlanRequest) -> None:
     lengths = read_lengths(request.lengths or "", request.seed, request.tokenizer)
     cluster = _cluster(request)
     if request.verify is not None:
-        check_verify(request.verify, cluster.world, request.source.is_file)
+        check_verify(request.verify, cluster.world, request.source.is_file, request.cluster)
     memory = request.memory_bytes or cluster.sustained.memory_bytes
     tried = _sizes(request, cluster, int(lengths.max()))
     with working() as status, collected_warnings([]):
         status.update(f"capturing {request.source.model}")
         model = Shallow(request.source)
-        model.require_sequences(int(lengths.max()), "a plan is")
+        model.require_sequences(int(lengths.max()), "a plan is", request.tokenizer)
         problem_of_size = functools.partial(_problem, request, model, cluster, lengths, memory)
         rated = rated_sizes(tried, problem_of_size, model.lower, model.outlines, status.update)
         taken = smallest_near(rated)

@@ -32,6 +32,7 @@ from fxpar.errors import PlanOptionError
 from fxpar.models import load
 from fxpar.models.loaded import LoadedModel
 from fxpar.models.options import parse_assignments
+from fxpar.profiling.record import check_measured
 from fxpar.search.plan_file import Plan, parse_plan
 from fxpar.search.verify import Factors, StepSeconds, VerifiedPlan, order_of, refit
 from fxpar.train.config import OptimizerConfig
@@ -78,14 +79,18 @@ def kind_here(world: int) -> str:
     return "cuda" if torch.cuda.device_count() >= world else "cpu"
 
 
-def check_verify(count: int, world: int, is_file: bool) -> None:
-    """Find out before the search that plans cannot run here. Raises PlanOptionError."""
+def check_verify(count: int, world: int, is_file: bool, cluster: str | None) -> None:
+    """Find out before the search that plans cannot run here, or that the figures of the file `cluster` were measured
+    on another device. Raises PlanOptionError, MeasuredElsewhereError.
+    """
     cores, devices = os.cpu_count() or 1, torch.cuda.device_count()
     if world > max(RANKS_PER_CORE * cores, devices):
         why = f"plans for {world:,} ranks cannot run on this machine, which has {cores} cores and {devices} GPUs"
         raise PlanOptionError("--verify", count, why)
     if is_file:
         raise PlanOptionError("--verify", count, "a graph file has no weights to run; name its model")
+    if cluster is not None:
+        check_measured(cluster, torch.device(kind_here(world)))
 
 
 def verified(job: VerifyJob) -> list[VerifiedPlan]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from fxpar.cli.plan import remarks
 from fxpar.cli.plan_verify import check_verify, known_ids, verdict, verified_json
-from fxpar.errors import PlanOptionError
+from fxpar.errors import MeasuredElsewhereError, PlanOptionError
 from fxpar.models.loaded import LoadedModel
 from fxpar.search.plan_file import read_plan
 from fxpar.search.verify import StepSeconds, VerifiedPlan, refit
@@ -43,12 +43,16 @@ def test_what_changed_is_said():
     assert [plan["measured_s"] for plan in data["plans"]] == [2.5, 2.4]
 
 
-def test_what_cannot_run_here_is_said_before_the_search():
+def test_what_cannot_run_here_is_said_before_the_search(tmp_path):
     with pytest.raises(PlanOptionError, match="--verify = 2: plans for 4,096 ranks cannot run on this machine"):
-        check_verify(2, 4096, False)
+        check_verify(2, 4096, False, None)
     with pytest.raises(PlanOptionError, match="a graph file has no weights to run; name its model"):
-        check_verify(2, 1, True)
-    check_verify(2, 1, False)
+        check_verify(2, 1, True, None)
+    check_verify(2, 1, False, None)
+    measured = tmp_path / "cluster.json"
+    measured.write_text('{"measured": {"device": "a device", "torch": "2.0"}}')
+    with pytest.raises(MeasuredElsewhereError, match="measured on a device"):
+        check_verify(2, 1, False, str(measured))
 
 
 def test_a_plan_that_is_not_predicted_best_says_so():
