@@ -129,7 +129,8 @@ def test_a_tokenizer_has_no_more_ids_than_the_model(tmp_path):
     status, _, err = fxpar(
         "plan", "llama", "--set", "vocab=256", "--world", "2", *lengths, "--tokens-per-step", "8", "--no-cache"
     )
-    assert status == 1 and "has 300 ids, but the model's vocabulary has 256" in err, err
+    assert status == 1, err
+    assert "has 300 ids, but the model's vocabulary has 256" in err
 
 
 def test_a_plan_of_fxpars_is_not_imported(tmp_path):
