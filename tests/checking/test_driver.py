@@ -124,7 +124,7 @@ IN_PLACES = [
     "dp2.cp2.dp2+zero3",
     "dp2.cp2.dp2+zero2",
     "tp2.dp2.tp2+sp+zero1",
-    "cp2.tp2.cp2+sp[*.ffn: tp8]",
+    "cp2.tp2.cp2+sp",
     "ring2.dp2.ring2",
 ]
 
