@@ -39,6 +39,7 @@ from fxpar.search.lengths import length_edges
 from fxpar.search.price import Candidate, Lower, Priced, optimizer_s
 from fxpar.search.pricing import SURE, Doubt, PricedSet, SetPricer, different, guessed_border_s
 from fxpar.search.problem import Found, Problem
+from fxpar.search.rank_orders import in_best_order
 from fxpar.search.rounds import Rounds, best_rounds
 from fxpar.search.ruled import RuleSearch
 from fxpar.search.sets import Groups, RankedSet, ranked_sets
@@ -293,7 +294,8 @@ class _Search:
             groups = [self._groups_of(plan) for plan in best]
             if not any([self._disappoints(one, plan) for one, plan in zip(groups, best, strict=True)]):
                 break
-        found, *kept = [self._refined(one, rules=number < 2) for number, one in enumerate(groups)]
+        refined = (self._refined(one, rules=number < 2) for number, one in enumerate(groups))
+        found, *kept = [in_best_order(one, self.known, self.pricer, self.said) for one in refined]
         kept.sort(key=_seconds)
         better = found.predicted_s < kept[0].predicted_s  # by rules
         return different([found, *kept], self.pricer)[: self.problem.keep] if better else kept, found
