@@ -7,11 +7,14 @@ With tp outside of dp in a node, for example, what a rank has under tp4 holds wh
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 
 from fxpar.cost.cluster import ClusterSpec
@@ -28,6 +31,7 @@ from fxpar.search.price import Candidate, Priced, extrapolated
 from fxpar.search.pricing import PricedSet, SetPricer
 from fxpar.search.proposals import Chosen
 from fxpar.search.switching import KnownSwitches, ModelSwitches, SetSwitches
+from fxpar.search.traffic import SetTraffic
 from fxpar.store import home_layout, home_of, param_specs
 from fxpar.switch.layout import ParamLayout
 from fxpar.switch.order import EXHAUSTIVE
@@ -35,8 +39,7 @@ from fxpar.switch.order import EXHAUSTIVE
 MOST_FACTORS = 6  # prime factors inside of a node, or axes between nodes, that are permuted: 64 devices, 720 orders
 MOST_ORDERS = 24  # of a strategy
 WORTH = 0.0005  # of a mini-batch: what a guess must promise, as pricing a set takes a second
-NOTHING_S = 1e-9
-ROUNDS = 2  # in which the order of each strategy of a set is chosen beside those of the others
+MOST_SETS = 64  # of orders that are compared; else they are chosen for one strategy after the other
 
 
 def orders_of(strategy: Strategy, cluster: ClusterSpec) -> list[Strategy]:
@@ -112,16 +115,15 @@ def in_best_order(settled: PricedSet, known: KnownModel, pricer: SetPricer, said
 
 def with_best_orders(chosen: Chosen, settled: PricedSet, pricer: SetPricer) -> PricedSet:
     """A settled set with the orders of ranks that take least; `settled` where none is faster. Orders are chosen by a
-    guess at the switches among all strategies of the set and at their reductions, one strategy after the other; the
-    best ones are then priced as sets are.
+    guess at switches and reductions; the best ones are then priced as sets are.
     """
     if pricer.switches is None or settled.traffic is None:
         return settled
-    best, descent = settled, _Descent(pricer, pricer.switches, chosen)
+    best, orders = settled, _Orders(pricer, pricer.switches, chosen, settled.traffic)
     worth = WORTH * settled.predicted_s
     # Weights that nest share memory, so that they may stay where they did not.
     for stay in dict.fromkeys((bool(settled.traffic.switching.resident), True)):
-        tried, saved = descent.best(stay)
+        tried, saved = orders.best(stay)
         priced = pricer.price(tried, settle=True) if saved > worth else None
         if priced is not None and priced.predicted_s < best.predicted_s:
             best = priced
@@ -129,46 +131,47 @@ def with_best_orders(chosen: Chosen, settled: PricedSet, pricer: SetPricer) -> P
 
 
 @dataclass
-class _Descent:
+class _Orders:
     """Of a set in the usual order. Placements are those of its small models, see `ModelSwitches`."""
 
     pricer: SetPricer
     switches: ModelSwitches
     chosen: Chosen
+    traffic: SetTraffic
     _known: dict[tuple[Any, ...], list[Travels]] = field(default_factory=dict)
 
     def best(self, stay: bool) -> tuple[list[tuple[int, Priced]], float]:
         """The set in the best orders, and the seconds that it is guessed to save; `stay`: weights are resident."""
         usual = {one.name: one for _, one in self.chosen}
-        current, least = usual, self._cost(usual.values(), stay)
-        before = begun = least
-        alike = list(dict.fromkeys(one.strategy.axes for one in usual.values()))
-        for _ in range(ROUNDS if len(alike) > 1 else 1):
-            for axes in alike:  # those that lie alike go together
-                mine = {name: _reordered(one) for name, one in usual.items() if one.strategy.axes == axes}
-                for digits in dict.fromkeys(digits for orders in mine.values() for digits in orders):
-                    changed = current | {name: orders.get(digits, usual[name]) for name, orders in mine.items()}
-                    cost = self._cost(changed.values(), stay)
-                    if cost < least - NOTHING_S:
-                        least, current = cost, changed
-            if least == before:
-                break
-            before = least
-        return [(limit, current[one.name]) for limit, one in self.chosen], begun - least
+        kinds: dict[Axes, dict[Axes, dict[str, Priced]]] = {}  # those that lie alike go together
+        for name, one in usual.items():
+            orders = kinds.setdefault(one.strategy.axes, {})
+            for digits, other in _reordered(one).items():
+                orders.setdefault(digits, {})[name] = other
+        first = usual
+        if math.prod(map(len, kinds.values())) > MOST_SETS:  # one kind after the other
+            for orders in kinds.values():
+                first = min((first | order for order in orders.values()), key=lambda one: self._cost(one, stay))
+            kinds = {}
+        every = (
+            functools.reduce(operator.or_, orders, first) for orders in product(*(k.values() for k in kinds.values()))
+        )
+        best = min((usual, *every), key=lambda one: self._cost(one, stay))
+        saved = self._cost(usual, stay) - self._cost(best, stay)
+        return [(limit, best[one.name]) for limit, one in self.chosen], saved
 
-    def _cost(self, strategies: Iterable[Priced], stay: bool) -> float:
-        """Seconds of the switches to each of these in the best order, and of their reductions."""
-        mine = {one.name: one for one in strategies}
-        reach = {name: self._switch_s(one, ()) for name, one in mine.items()}
-        reduced = sum(map(self._reduce_s, mine.values()))
+    def _cost(self, orders: Mapping[str, Priced], stay: bool) -> float:
+        """Seconds of the switches and reductions of a mean mini-batch, by the strategies in their usual order."""
+        found = (self._mini_batch_s([orders[name] for name in names], stay) * n for names, n in self._running.items())
+        return sum(found) / sum(self._running.values())
+
+    def _mini_batch_s(self, mine: Sequence[Priced], stay: bool) -> float:
+        """Seconds of the switches to each of these, in the best order if weights stay, and of their reductions."""
+        reduced = sum(map(self._reduce_s, mine))
         if not stay or len(mine) > EXHAUSTIVE:
-            return reduced + sum(reach.values())
-
-        def total(order: tuple[str, ...]) -> float:
-            sources = ((name, [mine[other] for other in order[:number]]) for number, name in enumerate(order))
-            return sum(self._switch_s(mine[name], others) for name, others in sources)
-
-        return reduced + min(map(total, permutations(mine)))
+            return reduced + sum(self._switch_s(one, ()) for one in mine)
+        every = permutations(mine)
+        return reduced + min(sum(self._switch_s(one, a[:i]) for i, one in enumerate(a)) for a in every)
 
     def _switch_s(self, target: Priced, sources: Sequence[Priced]) -> float:
         key = target.name, *sorted(one.name for one in sources)
@@ -193,6 +196,12 @@ class _Descent:
         terms = terms_of(program, moved)
         home = home_layout(param_specs(program), self.pricer.cluster.world)
         return self._guess.reduction(terms.values(), (home.params[fqn] for fqn in terms))
+
+    @cached_property
+    def _running(self) -> Counter[tuple[str, ...]]:
+        """Which strategies mini-batches run, and how many do."""
+        names = [one.name for _, one in self.chosen]
+        return Counter(tuple(sorted({names[g] for g in plan.order})) for plan in self.traffic.plans)
 
     @cached_property
     def _guess(self) -> BorderGuess:
