@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fxpar.errors import OverrideError, StrategySyntaxError, nearest
 from fxpar.ir.axes import AXES, ROLE_AXES, STAGES
@@ -14,9 +14,6 @@ from fxpar.ir.dist_config import Placement, R, Shard
 from fxpar.ir.mesh import Axes
 from fxpar.ir.module_rules import CHUNKS, SHARES, ModuleRule, check_glob, share_flag, split_outside
 from fxpar.ir.remat import REMAT, Remat, parse_remat
-
-if TYPE_CHECKING:
-    from fxpar.ir.strategy import Strategy
 
 MOST_RANKS = 2**20  # more are a slip of the finger
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
@@ -310,8 +307,8 @@ def _parse_schedule(text: str, flag: str, kind: str, count: str | None) -> Pipel
     return Pipeline(kind, virtual)
 
 
-def flags_of(one: Strategy) -> list[str]:
-    """The flags of a strategy as they are written."""
+def flags_of(one: Any) -> list[str]:
+    """The flags of a `Strategy` as they are written."""
     flags = ["sp"] * one.sp + [f"zero{one.zero}"] * (one.zero > 0)
     flags += [str(one.remat)] * (one.remat is not None)
     flags += [share_flag("offload", one.offload)] * (one.offload > 0)

@@ -88,13 +88,14 @@ def meshes_between(one: Strategy, other: Strategy) -> dict[Mesh, Mesh]:
 
 
 def on_ranks(dist: DistConfig, mesh: Mesh) -> DistConfig:
-    """The same cuts over the same axes on the ranks of `mesh`; a joint axis is in the order of that."""
+    """The same cuts over the same axes on the ranks of `mesh`; joint axes and sums are in the order of that."""
 
     def there(cut: AxisShard) -> AxisShard:
         joint = "." in cut.axis
         return replace(cut, axis=".".join(mesh.in_order(cut.axis.split(".")))) if joint else cut
 
-    return replace(dist, mesh=mesh, dims=tuple(tuple(map(there, dim)) for dim in dist.dims))
+    partial = sorted(dist.partial, key=lambda term: mesh.place(term[0].partition(".")[0]))
+    return replace(dist, mesh=mesh, dims=tuple(tuple(map(there, dim)) for dim in dist.dims), partial=tuple(partial))
 
 
 __all__ = ["Ordered", "meshes_between", "on_ranks"]
