@@ -26,8 +26,7 @@ is said of the whole pipeline, the schedule and where stages begin, stands with 
 
 One with '@' begins at that rank (see `fxpar.ir.stage_ranks`): the last stage of cp2 > cp2 > cp4@0 has all ranks.
 
-Strategies side by side, with '|' between them, are teams: each runs sequences of its own, on the ranks behind those of
-the one before:
+Strategies side by side, with '|' between them, are teams: each has its sequences, and ranks behind the one before:
 
     cp4 | cp2 | dp2        tp4 > tp4 | tp2 > tp2 > tp2
 """
@@ -351,8 +350,7 @@ class Strategy:
 
     @classmethod
     def from_json(cls, data: dict | str) -> Strategy:
-        if isinstance(data, str):
-            data = json.loads(data)
+        data = json.loads(data) if isinstance(data, str) else data
         return cls.parse(data["strategy"], overrides=data.get("overrides"))
 
 
