@@ -37,6 +37,16 @@ def parts(draw, mesh: Mesh) -> list[str]:
 
 
 @st.composite
+def digits(draw, axes: tuple[tuple[str, int], ...]) -> Mesh:
+    """A mesh of these axes without gaps, of which some stand in two places."""
+    found = []
+    for name, degree in axes:
+        outer = draw(st.sampled_from([d for d in range(1, degree + 1) if degree % d == 0]))
+        found += [(name, outer), (name, degree // outer)]
+    return Mesh(axes, digits=tuple(draw(st.permutations(found))))
+
+
+@st.composite
 def placed_mesh(draw, axes: tuple[tuple[str, int], ...], world: int) -> Mesh:
     """A mesh of these axes somewhere among `world` ranks: the axes nest in any order, with gaps where there is room."""
     strides, extent = {}, 1
@@ -45,7 +55,8 @@ def placed_mesh(draw, axes: tuple[tuple[str, int], ...], world: int) -> Mesh:
         strides[name] = extent + (gap if (degree - 1) * (extent + gap) + extent <= world else 0)
         extent += (degree - 1) * strides[name]
     stretched = Mesh(axes, 0, tuple(strides[name] for name, _ in axes))
-    mesh = stretched if max(stretched.ranks) < world else Mesh(axes)
+    drawn = draw(st.sampled_from([stretched, draw(digits(axes))]))
+    mesh = drawn if max(drawn.ranks) < world else Mesh(axes)
     return replace(mesh, offset=draw(st.integers(0, world - 1 - max(mesh.ranks))))
 
 
@@ -62,7 +73,7 @@ def nestings(draw, mesh: Mesh, shape: tuple[int, ...], free: list[str]) -> tuple
     while free and shape and draw(st.integers(0, 3)):
         d = draw(st.integers(0, len(shape) - 1))
         count = draw(st.integers(1, min(2, len(free))))
-        axis = ".".join(sorted(free[:count], key=mesh.stride, reverse=True))
+        axis = ".".join(mesh.in_order(free[:count]))
         degree = mesh.degree(axis)
         legal = [s for s in SECTIONS if chunk(sizes[d], degree, s)]
         if sizes[d] < degree or not legal:

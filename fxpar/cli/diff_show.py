@@ -272,7 +272,7 @@ def _ranks(side: Digest) -> int:
 
 
 def _mesh(side: Digest) -> str:
-    return "none" if side.strategy is None else " x ".join(f"{a}{n}" for a, n in side.strategy.axes)
+    return "none" if side.strategy is None else " x ".join(f"{a}{n}" for a, n in side.strategy.all_digits)
 
 
 def _schedule(side: Digest) -> str:

@@ -16,7 +16,7 @@ from fxpar.cli.plan_galvatron import GalvatronRequest, imported_plan, run_import
 from fxpar.cli.plan_sizes import show_sizes, sizes_json
 from fxpar.cli.plan_verify import VerifyJob, check_verify, kind_here, show_verified, verified, verified_json
 from fxpar.cli.request import cluster_name, collected_warnings, write_json, write_output
-from fxpar.cli.shallow import Shallow, sent_lines, set_json
+from fxpar.cli.shallow import Shallow, order_lines, sent_lines, set_json
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError
 from fxpar.ir.fqn import block_of
@@ -103,7 +103,7 @@ def _run(request: PlanRequest) -> None:
         planned = planned_for(request.source.model, request.source.options, tokens, problem, model.rows)
         plans = [planned.plan(found, one) for one in found.plans]
         routes = model.routes(name for one in found.plans for name in one.strategies)
-        notes = model.notes(name for one in found.plans for name in one.strategies)
+        notes = model.notes(name for one in found.plans for name in (one.usual or one).strategies)
         runs: list[VerifiedPlan] = []
         if request.verify is not None:
             status.update(f"running {len(plans[: request.verify])} plans on {cluster.world} ranks")
@@ -307,7 +307,7 @@ def _print_groups(console: Console, plan: PricedSet, tokens: float) -> None:
     rows.append(("optimizer", "", "", "", human_seconds(plan.optimizer_s), "", ""))
     titles = ("lengths", "strategy", "token budget", "tokens", "seconds", "memory", "")
     print_table(console, titles, rows, right=(0, 2, 3, 4, 5))
-    for line in sent_lines(plan):
+    for line in (*sent_lines(plan), *order_lines(plan)):
         console.print(line, markup=False)
 
 

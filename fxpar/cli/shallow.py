@@ -10,7 +10,7 @@ from typing import Any
 from fxpar.annotate.experts import balanced_routes
 from fxpar.batching.ids import id_limits
 from fxpar.cli.cache import recorded
-from fxpar.cli.console import human_bytes
+from fxpar.cli.console import human_bytes, human_seconds
 from fxpar.cli.options import GraphSource
 from fxpar.cli.source import read_rows
 from fxpar.errors import PlanOptionError, VocabularyError
@@ -110,6 +110,19 @@ def sent_lines(plan: PricedSet) -> list[str]:
     return [f"sent {where} per mini-batch: {', '.join(said)}" for where, said in levels.items()]
 
 
+def order_lines(plan: PricedSet) -> list[str]:
+    """What it saves that ranks of a set are permuted, for people."""
+    if plan.usual is None:
+        return []
+    pairs = {
+        "switches": (plan.usual.switch_s, plan.switch_s),
+        "reductions": (plan.usual.reduce_s, plan.reduce_s),
+        "a mini-batch": (plan.usual.predicted_s, plan.predicted_s),
+    }
+    said = (f"{name} {human_seconds(before)} -> {human_seconds(after)}" for name, (before, after) in pairs.items())
+    return [f"ranks are permuted: {', '.join(said)}"]
+
+
 def set_json(plan: PricedSet) -> dict[str, Any]:
     """A priced set, as `--json` writes it."""
     return {
@@ -123,4 +136,5 @@ def set_json(plan: PricedSet) -> dict[str, Any]:
         "exposed_s": plan.exposed_s,
         "optimizer_s": plan.optimizer_s,
         "link_bytes": plan.traffic and plan.traffic.to_json(),
+        "usual_order": plan.usual and set_json(plan.usual),
     }

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import fields, replace
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -19,7 +19,17 @@ from fxpar.graph_files.vocabulary import shown
 from fxpar.ir.exec_graph import ExecGraph, Part, Program, collective_kind
 from fxpar.ir.graph import AnnotatedGraph, Dim, LogicalGraph, TensorMeta
 from fxpar.ir.mesh import Mesh
-from fxpar.ir.node_meta import NodeMeta, dist_of, dists_of, is_size, local_meta, tensor_of, wanted_dists, whole_meta
+from fxpar.ir.node_meta import (
+    NodeMeta,
+    comm_of,
+    dist_of,
+    dists_of,
+    is_size,
+    local_meta,
+    tensor_of,
+    wanted_dists,
+    whole_meta,
+)
 from fxpar.ir.pipeline_graph import PipelineGraph, TeamsGraph
 from fxpar.ir.serialize import OpOverload
 from fxpar.ir.strategy import Strategy
@@ -149,7 +159,11 @@ def _hints(cls: type) -> dict[str, Any]:
 def _is_mesh(mesh: Mesh) -> bool:
     names = [name for name, _ in mesh.axes]
     degrees = [degree for _, degree in mesh.axes]
-    if len(set(names)) < len(names) or any(d < 1 for d in degrees) or math.prod(degrees) > MOST_RANKS:
+    if (
+        len(set(names)) < len(names)
+        or any(d < 1 for _, d in (*mesh.axes, *mesh.digits))
+        or math.prod(degrees) > MOST_RANKS
+    ):
         return False
     if any(step < 1 for step in mesh.strides):
         return False
@@ -206,6 +220,7 @@ def _check_program(program: Program) -> None:
     values |= {name: [_local(node) for node in _results(part.graph)] for name, part in parts.items()}
     for part in parts.values():
         _check_part(part, values, program.strategy.mesh)
+        _check_sent(part, {dim.name for dim in program.dims})
     if isinstance(program, ExecGraph):
         _check_ends(program.epilogue.graph, len(program.epilogue.sources), len(program.outputs))
 
@@ -249,6 +264,15 @@ def _check_part(part: Part, values: Mapping[str, list[Any]], mesh: Mesh) -> None
                 raise GraphFormatError(f"%{node.name} names {axis!r}, which is not an axis of {mesh.names}")
         if collective_kind(node) is not None and "comm" not in node.meta:
             raise GraphFormatError(f"%{node.name} is a collective that does not say on which axis it sends what")
+
+
+def _check_sent(part: Part, dims: Set[str]) -> None:
+    """What collectives send has sizes of the program."""
+    for node in part.graph.nodes:
+        sizes = comm_of(node)[1].shape if "comm" in node.meta else ()
+        unknown = {str(symbol) for size in sizes if not isinstance(size, int) for symbol in size.free_symbols} - dims
+        if unknown:
+            raise GraphFormatError(f"%{node.name} sends a tensor of a size {sorted(unknown)}, which the program lacks")
 
 
 def _has_axes(mesh: Mesh, axis: str) -> bool:

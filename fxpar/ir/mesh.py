@@ -4,6 +4,9 @@ The rank at a coordinate is `offset` plus, for each axis, the coordinate times t
 axis is the fastest, so with axes `dp=2, tp=4` the four ranks of one tp group are neighbours, as in Megatron. What lies
 at one coordinate of an axis is a mesh again (`at`): a pipeline stage is `mesh.at(STAGES, 1)`.
 
+An axis may stand in several places: with digits `dp4, tp4, dp2` the axes are `dp=8, tp=4`, and rank 9 is at 3 on dp: at
+1 on the outer digit, whose neighbours are 8 ranks apart, and at 1 on the inner one.
+
 An axis splits into sub-axes, written as in Shardy: `tp:(1)2` is the sub-axis of 2 with 1 in front of it, `tp:(2)2` the
 one of 2 behind. On `tp4` these are the outer and the inner half of 4 = 2 x 2: rank 3 is at 1 on both. What takes an
 axis takes a sub-axis, and several joined by '.', the last of them varying fastest.
@@ -15,13 +18,14 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from fxpar.errors import PlacementError
 
+Axes = tuple[tuple[str, int], ...]
 _SUB_AXIS = re.compile(r"(\w+):\((\d+)\)(\d+)")
 
 
@@ -52,19 +56,34 @@ def _split_name(name: str) -> tuple[str, int, int] | None:
 class Mesh:
     """Ordered named axes with degrees; degree-1 axes are legal and do nothing.
 
-    `strides` are the distances of neighbours on each axis in ranks; () is the default: outermost axis first, without
-    gaps.
+    `digits` are the places of the axes, those of one axis outermost first; () where each has one. `strides` are the
+    distances of neighbours on each digit in ranks; () is the default: outermost first, without gaps.
     """
 
-    axes: tuple[tuple[str, int], ...]
+    axes: Axes
     offset: int = 0
     strides: tuple[int, ...] = ()
+    digits: Axes = ()
 
     def __post_init__(self) -> None:
-        if self.strides and len(self.strides) != len(self.axes):
-            raise PlacementError(f"mesh {self} has {len(self.axes)} axes, but {len(self.strides)} strides")
-        if self.strides == _compact(self.shape):
-            object.__setattr__(self, "strides", ())  # one way to write it, as meshes are compared
+        if self.strides and len(self.strides) != len(self.all_digits):
+            raise PlacementError(f"mesh {self} has {len(self.all_digits)} axes, but {len(self.strides)} strides")
+        # One way to write it, as meshes are compared.
+        if self.digits:
+            if _products(self.digits) != dict(self.axes):
+                raise PlacementError(f"mesh {self} has the axes {self.axes}, its digits are {self.digits}")
+            digits, strides = _joined(self.digits, self.strides or _compact(self.digits))
+            single = len(digits) == len(self.axes)
+            by_name = dict(zip((name for name, _ in digits), strides, strict=True))
+            object.__setattr__(self, "digits", () if single else digits)
+            object.__setattr__(self, "strides", tuple(by_name[n] for n in self.names) if single else strides)
+        if self.strides == _compact(self.all_digits):
+            object.__setattr__(self, "strides", ())
+
+    @property
+    def all_digits(self) -> Axes:
+        """The digits of all axes: the axes themselves where each stands in one place."""
+        return self.digits or self.axes
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -83,16 +102,14 @@ class Mesh:
     def ranks(self) -> tuple[int, ...]:
         """All ranks in the order of their coordinates, the last axis fastest."""
         ranks = [self.offset]
-        for (_, size), stride in zip(self.axes, self._steps.values(), strict=True):
-            ranks = [rank + place * stride for rank in ranks for place in range(size)]
+        for name in self.names:
+            ranks = [rank + distance for rank in ranks for distance in self._far[name]]
         return tuple(ranks)
 
     @cached_property
     def last(self) -> int:
         """The highest rank."""
-        return self.offset + sum(
-            (size - 1) * stride for (_, size), stride in zip(self.axes, self._steps.values(), strict=True)
-        )
+        return self.offset + sum(far[-1] for far in self._far.values())
 
     def __contains__(self, rank: int) -> bool:
         if not self.strides:
@@ -154,6 +171,11 @@ class Mesh:
         apart = b.step % (a.step * a.degree) == 0 or a.step % (b.step * b.degree) == 0
         return one == other or (a.axis == b.axis and not apart)
 
+    def covers(self, joined: str, axis: str) -> bool:
+        """Whether a joint axis has all of `axis`, as a whole or in parts."""
+        parts = [part for part in map(self.part, joined.split(".")) if part.axis == axis]
+        return bool(parts) and math.prod(part.degree for part in parts) == self.degree(axis)
+
     def place(self, name: str) -> tuple[int, int]:
         """For sorting axes and sub-axes as the mesh has them, outermost first."""
         part = self.part(name)
@@ -180,9 +202,10 @@ class Mesh:
     def _place(self, rank: int) -> dict[str, int]:
         """The coordinate of `rank`, or of some other rank if it is not in the mesh."""
         rest, place = rank - self.offset, dict.fromkeys(self.names, 0)
-        for name, size, stride in self._widest_first:
-            place[name] = min(max(rest // stride, 0), size - 1)
-            rest -= place[name] * stride
+        for name, size, stride, weight in self._widest_first:
+            digit = min(max(rest // stride, 0), size - 1)
+            place[name] += digit * weight
+            rest -= digit * stride
         return place
 
     @cached_property
@@ -190,27 +213,37 @@ class Mesh:
         return dict(self.axes)
 
     @cached_property
-    def _steps(self) -> dict[str, int]:
-        return dict(zip(self.names, self.strides or _compact(self.shape), strict=True))
+    def _digits(self) -> list[tuple[str, int, int, int]]:
+        """Of each digit: axis, degree, stride, and by how much the coordinate on the axis grows with it."""
+        found, weights = [], dict.fromkeys(self.names, 1)
+        strides = self.strides or _compact(self.all_digits)
+        for (name, size), stride in zip(reversed(self.all_digits), reversed(strides), strict=True):
+            found.append((name, size, stride, weights[name]))
+            weights[name] *= size
+        return found[::-1]
 
     @cached_property
-    def _widest_first(self) -> list[tuple[str, int, int]]:
-        found = [(name, size, self._steps[name]) for name, size in self.axes]
-        return sorted(found, key=lambda axis: -axis[2])
+    def _widest_first(self) -> list[tuple[str, int, int, int]]:
+        return sorted(self._digits, key=lambda digit: -digit[2])
 
-    def stride(self, axis: str) -> int:
-        """Distance in ranks of neighbours on `axis`."""
-        part = self.part(axis)
-        return self._steps[part.axis] * part.step
+    @cached_property
+    def _far(self) -> dict[str, tuple[int, ...]]:
+        """By axis: how far the rank at each coordinate is from that at 0."""
+        found: dict[str, tuple[int, ...]] = dict.fromkeys(self.names, (0,))
+        for name, size, stride, _ in self._digits:
+            found[name] = tuple(outer + place * stride for outer in found[name] for place in range(size))
+        return found
 
-    def rank(self, coordinate: dict[str, int]) -> int:
+    def rank(self, coordinate: Mapping[str, int]) -> int:
         """Inverse of `coordinate`; axes that are left out are 0."""
-        return self.offset + sum(coordinate.get(name, 0) * stride for name, stride in self._steps.items())
+        return self.offset + sum(far[coordinate.get(name, 0)] for name, far in self._far.items())
 
     def at(self, axis: str, index: int) -> Mesh:
         """The mesh of the ranks at one coordinate of `axis`, without that axis."""
-        kept = tuple(entry for entry in self.axes if entry[0] != axis)
-        return Mesh(kept, self.rank({axis: index}), tuple(self.stride(name) for name, _ in kept))
+        kept = [(name, size, stride) for name, size, stride, _ in self._digits if name != axis]
+        axes = tuple(entry for entry in self.axes if entry[0] != axis)
+        digits = tuple((name, size) for name, size, _ in kept) if self.digits else ()
+        return Mesh(axes, self.rank({axis: index}), tuple(stride for *_, stride in kept), digits)
 
     def groups(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
         """Ranks that differ only on `axes`: one tuple per group, in the order of the mixed radix of `axes`."""
@@ -219,42 +252,118 @@ class Mesh:
             [i for i in range(size) if not any(p.axis == name and i // p.step % p.degree for p in parts)]
             for name, size in self.axes
         ]
-        firsts = [self.rank(dict(zip(self.names, place, strict=True))) for place in itertools.product(*fixed)]
-        return [tuple(first + distance for distance in self._distances(parts)) for first in firsts]
+        firsts = (dict(zip(self.names, place, strict=True)) for place in itertools.product(*fixed))
+        return self._from(firsts, parts)
 
     def group_of(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The group over `axes` that contains `rank`."""
-        here, parts = self.coordinate(rank), [self.part(name) for name in axes]
-        first = rank - sum(here.get(p.axis, 0) // p.step % p.degree * self._step(p) for p in parts)
-        return tuple(first + distance for distance in self._distances(parts))
+        first, parts = self.coordinate(rank), [self.part(name) for name in axes]
+        for p in parts:
+            if p.axis in first:
+                first[p.axis] -= first[p.axis] // p.step % p.degree * p.step
+        return self._from([first], parts)[0]
 
-    def _distances(self, parts: list[AxisPart]) -> list[int]:
-        """How far the ranks of a group over `parts` are from its first."""
-        steps = [range(0, p.degree * self._step(p), self._step(p)) for p in parts]
-        return [sum(distances) for distances in itertools.product(*steps)]
+    def _from(self, firsts: Iterable[dict[str, int]], parts: Sequence[AxisPart]) -> list[tuple[int, ...]]:
+        """The groups over `parts` of the ranks at these coordinates."""
+        mine = [p for p in parts if p.axis in self._degrees]
+        names = list(dict.fromkeys(p.axis for p in mine))
+        # Coordinates are added up, not distances: a part of an axis may cut through its digits.
+        places = itertools.product(*(range(0, p.degree * p.step, p.step) for p in mine))
+        steps = [[sum(i for p, i in zip(mine, each, strict=True) if p.axis == n) for n in names] for each in places]
+        fars = [self._far[name] for name in names]
+        found = []
+        for first in firsts:
+            rest = self.rank({name: i for name, i in first.items() if name not in names})
+            here = [first[name] for name in names]
+            found.append(tuple(rest + sum(map(_behind, fars, here, each)) for each in steps))
+        return found
 
-    def _step(self, part: AxisPart) -> int:
-        """Distance of neighbours in ranks; any for an axis that the mesh does not have."""
-        return self._steps.get(part.axis, 1) * part.step
+    def in_order(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Axes and sub-axes for one joint cut of a tensor: outermost first, in parts where digits of one have another
+        axis between them. A process group has its ranks in ascending order, and pieces go by that.
+        """
+        found = sorted(axes, key=self._stride, reverse=True)
+        if self.digits and not self.ascends(found):
+            found = sorted(self._parts_at_digits(found), key=self._stride, reverse=True)
+        return tuple(found)
+
+    def ascends(self, axes: Sequence[str]) -> bool:
+        """Whether the ranks of a group over `axes` ascend with their position on these."""
+        group = self.group_of(self.offset, tuple(axes))
+        return all(before < behind for before, behind in itertools.pairwise(group))
+
+    def _parts_at_digits(self, axes: Iterable[str]) -> list[str]:
+        """These axes and sub-axes, cut where digits end."""
+        found = []
+        for name in axes:
+            axis, degree, step = self.part(name)
+            whole, within = self._degrees.get(axis, 1), {step, step * degree}
+            within |= {weight for one, _, _, weight in self._digits if one == axis and step < weight < step * degree}
+            pairs = itertools.pairwise(sorted(within))
+            found += [sub_axis(axis, whole // high, high // low) for low, high in pairs] if len(within) > 2 else [name]
+        return found
+
+    def _stride(self, name: str) -> int:
+        """Distance in ranks of neighbours on an axis or a part of it."""
+        part = self.part(name)
+        return self._far[part.axis][part.step] if part.degree > 1 else 1
 
     def to_json(self) -> dict[str, Any]:
-        """{"mesh": [[axis, degree], ...]}, with "offset" and "strides" where they are not the default."""
+        """{"mesh": [[axis, degree], ...]}, with "offset", "strides" and "digits" where they are not the default."""
         data: dict[str, Any] = {"mesh": [list(axis) for axis in self.axes]}
         if self.offset:
             data["offset"] = self.offset
         if self.strides:
             data["strides"] = list(self.strides)
+        if self.digits:
+            data["digits"] = [list(digit) for digit in self.digits]
         return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Mesh:
-        axes = tuple((name, size) for name, size in data["mesh"])
-        return cls(axes, data.get("offset", 0), tuple(data.get("strides", ())))
+        axes, digits = (tuple((name, size) for name, size in data.get(key, ())) for key in ("mesh", "digits"))
+        return cls(axes, data.get("offset", 0), tuple(data.get("strides", ())), digits)
 
     def __str__(self) -> str:
-        return "x".join(f"{name}{size}" for name, size in self.axes) or "1"
+        return "x".join(f"{name}{size}" for name, size in self.all_digits) or "1"
 
 
-def _compact(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides without gaps, the last axis fastest."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+def strides_of(digits: Axes, outermost: str) -> tuple[int, ...]:
+    """Strides without gaps, the last digit fastest, but for one axis that is the slowest wherever it stands."""
+    strides, step = [0] * len(digits), 1
+    for place in sorted(reversed(range(len(digits))), key=lambda place: digits[place][0] == outermost):
+        strides[place] = step
+        step *= digits[place][1]
+    return tuple(strides)
+
+
+def _behind(far: tuple[int, ...], place: int, step: int) -> int:
+    """How far the rank at a coordinate so much behind another one is."""
+    return far[place + step]
+
+
+def _compact(digits: Axes) -> tuple[int, ...]:
+    """Strides without gaps, the last one fastest."""
+    return tuple(math.prod(size for _, size in digits[i + 1 :]) for i in range(len(digits)))
+
+
+def _products(digits: Axes) -> dict[str, int]:
+    """The degrees of axes."""
+    found: dict[str, int] = {}
+    for name, size in digits:
+        found[name] = found.get(name, 1) * size
+    return found
+
+
+def _joined(digits: Axes, strides: Sequence[int]) -> tuple[Axes, tuple[int, ...]]:
+    """Digits and strides with each digit that another one of its axis follows without a gap joined to that."""
+    found: list[tuple[str, int, int]] = []
+    for (name, size), stride in zip(digits, strides, strict=True):
+        outer = next((i for i in reversed(range(len(found))) if found[i][0] == name), None)
+        if outer is None or found[outer][1] == 1:
+            found = [one for i, one in enumerate(found) if i != outer] + [(name, size, stride)]
+        elif found[outer][2] == size * stride:
+            found[outer] = name, found[outer][1] * size, stride
+        elif size > 1:
+            found.append((name, size, stride))
+    return tuple((name, size) for name, size, _ in found), tuple(stride for *_, stride in found)

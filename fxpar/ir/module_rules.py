@@ -23,10 +23,9 @@ from typing import Any
 
 from fxpar.errors import RuleConflictError, StrategySyntaxError
 from fxpar.ir.axes import whole_axis
-from fxpar.ir.mesh import sub_axis
+from fxpar.ir.mesh import Axes, sub_axis
 from fxpar.ir.remat import Remat
 
-Axes = tuple[tuple[str, int], ...]
 SHARES = ("offload", "lsh", "capacity")
 """Flags whose value is a number in parentheses, 0 where nothing is said."""
 CHUNKS = ("chunks", "ep_chunks")

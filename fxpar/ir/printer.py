@@ -100,7 +100,7 @@ def header(graph: AnyGraph) -> list[str]:
     lines = [f"fxpar {stage} graph of {graph.name}"]
     if not isinstance(graph, LogicalGraph):
         strategy, ranks = graph.strategy, graph.strategy.world
-        axes = " x ".join(f"{axis}{degree}" for axis, degree in strategy.axes)
+        axes = " x ".join(f"{axis}{degree}" for axis, degree in strategy.all_digits)
         teams = " + ".join(str(team.world) for team in strategy.teams)
         mesh = f"teams of {teams}" if teams else f"mesh {axes}, {ranks}"
         lines.append(f"strategy {strategy}: {mesh} rank{'s' * (ranks != 1)}")

@@ -3,6 +3,7 @@
 Grammar: `axes ('+' flag)*` with axes `name degree ('.' name degree)*`, outermost mesh axis first:
 
     dp2.tp4+sp+zero1     2 replicas of a 4-way tensor-parallel model, sequence parallel, ZeRO-1
+    dp4.tp4.dp2          dp8.tp4 with its ranks in this order: 8 neighbours have the 4 parts of 2 replicas
 
 Axes: dp (data), pp (pipeline), cp (context: tokens, heads in attention), ring (tokens, in attention too), rows (tokens,
 packed so that no document is cut), tp (tensor), ep (as rows, with experts cut: tokens travel to them). Flags: sp
@@ -25,8 +26,7 @@ is said of the whole pipeline, the schedule and where stages begin, stands with 
 
 One with '@' begins at that rank (see `fxpar.ir.stage_ranks`): the last stage of cp2 > cp2 > cp4@0 has all ranks.
 
-Strategies side by side, with '|' between them, are teams: each runs sequences of its own, on the ranks behind those of
-the one before:
+Strategies side by side, with '|' between them, are teams: each has its sequences, and ranks behind the one before:
 
     cp4 | cp2 | dp2        tp4 > tp4 | tp2 > tp2 > tp2
 """
@@ -42,8 +42,8 @@ from typing import Any
 
 from fxpar.errors import StrategySyntaxError, WorldSizeError
 from fxpar.ir.axes import BINS, EXPERTS, RANKS, REPLICAS, RING, ROLE_AXES, STAGES, USES, data_axes
-from fxpar.ir.mesh import Mesh
-from fxpar.ir.module_rules import CHUNKS, NOTHING, ModuleRule, atoms, governing, joined, share_flag
+from fxpar.ir.mesh import Axes, Mesh, strides_of
+from fxpar.ir.module_rules import NOTHING, ModuleRule, atoms, governing, joined
 from fxpar.ir.remat import Remat
 from fxpar.ir.stage_ranks import check_stages, parse_first, places_of, spans_of
 from fxpar.ir.strategy_text import (
@@ -51,6 +51,9 @@ from fxpar.ir.strategy_text import (
     Pipeline,
     check_pipeline,
     check_roles,
+    digits_of,
+    flags_of,
+    joined_digits,
     parse_axes,
     parse_flags,
     parse_override,
@@ -75,10 +78,11 @@ class Strategy:
     `capacity` times the mean of rows at most, 0: any number. A micro-batch of a replica has `tokens` at most, 0: as
     many as whoever plans says. `by_stage` are the strategies of pipeline stages that are written one by one, each on
     the ranks behind those of the one before: they then say all of this but `pipeline` and `overrides`, and `axes` is no
-    more than their number. `teams` are strategies side by side, which say all but `overrides`.
+    more than their number. `teams` are strategies side by side, which say all but `overrides`. `digits` are the axes
+    as they are written where one stands in several places, see `Mesh`; of other axes none are left.
     """
 
-    axes: tuple[tuple[str, int], ...]
+    axes: Axes
     sp: bool = False
     zero: int = 0
     overrides: tuple[tuple[str, str], ...] = ()
@@ -96,6 +100,10 @@ class Strategy:
     tokens: int = 0
     ep_chunks: int = 1
     at: int | None = None
+    digits: Axes = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digits", self.digits and digits_of(self.axes, self.digits))
 
     @classmethod
     def parse(cls, text: str, *, world: int | None = None, overrides: Mapping[str, str] | None = None) -> Strategy:
@@ -130,16 +138,17 @@ class Strategy:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The ranks. Pipeline stages are blocks of consecutive ranks wherever pp stands (Megatron's convention); inside
-        of a stage, and without stages, the last axis is the fastest. Blocks that are written one by one are no grid.
+        """The ranks. Pipeline stages are blocks of consecutive ranks wherever pp stands, as in Megatron; inside of each
+        the last axis is the fastest. Blocks that are written one by one are no grid.
         """
         if self.blocks:
             return Mesh(((RANKS, self.world),), self.offset)
-        steps, step = {}, 1
-        for name, degree in sorted(reversed(self.axes), key=lambda axis: axis[0] == STAGES):
-            steps[name] = step
-            step *= degree
-        return Mesh(self.axes, self.offset, tuple(steps[name] for name, _ in self.axes))
+        return Mesh(self.axes, self.offset, strides_of(self.all_digits, STAGES), self.digits)
+
+    @property
+    def all_digits(self) -> Axes:
+        """The axes as they are written: one that stands in several places with each of its digits."""
+        return self.digits or self.axes
 
     @property
     def world(self) -> int:
@@ -231,21 +240,16 @@ class Strategy:
         weights where the parameter is), of degree > 1, joined by '.'; "" for none.
         """
         if not self.rules:
-            return ".".join(self.data_axes)
+            return ".".join(self.mesh.in_order(self.data_axes))
         rule = self.rule_of(fqn.rpartition(".")[0])
         inside = [atom for atom in self.atoms if USES[self.axis_in(atom, rule)] == "tokens"]
-        names = [REPLICAS] * (self.replicas > 1) + inside
-        return joined(sorted(names, key=self.mesh.stride, reverse=True), self.atoms)
+        whole = joined([REPLICAS] * (self.replicas > 1) + inside, self.atoms)
+        return ".".join(self.mesh.in_order(whole.split(".")))
 
     def zero_of(self, fqn: str) -> int:
         """The ZeRO level of a parameter."""
         level = None if (rule := self.rule_of(fqn.rpartition(".")[0], "zero")) is None else self.rules[rule].zero
         return self.zero if level is None else level
-
-    @property
-    def most_zero(self) -> int:
-        """The highest ZeRO level of any parameter."""
-        return self.most("zero")
 
     def remat_of(self, fqn: str) -> Remat | None:
         """What is recomputed of a module."""
@@ -260,6 +264,11 @@ class Strategy:
         """In how many chunks of tokens the loss runs that begins with a product of this module; or its `ep_chunks`."""
         found = None if (rule := self.rule_of(fqn, flag)) is None else getattr(self.rules[rule], flag)
         return getattr(self, flag) if found is None else found
+
+    @property
+    def most_zero(self) -> int:
+        """The highest ZeRO level of any parameter."""
+        return self.most("zero")
 
     def most(self, flag: str) -> Any:
         """The highest value of a flag in any block or rule."""
@@ -331,16 +340,9 @@ class Strategy:
         if self.by_stage:
             first, *others = self.by_stage
             return " > ".join(map(str, [replace(first, pipeline=self.pipeline, tokens=self.tokens), *others]))
-        flags = ["sp"] * self.sp + [f"zero{self.zero}"] * (self.zero > 0)
-        flags += [str(self.remat)] * (self.remat is not None)
-        flags += [share_flag("offload", self.offload)] * (self.offload > 0)
-        flags += [f"{flag}({count})" for flag in CHUNKS if (count := getattr(self, flag)) > 1]
-        flags += [share_flag(flag, share) for flag in ("lsh", "capacity") if (share := getattr(self, flag)) > 0]
-        flags += [f"tokens({self.tokens})"] * (self.tokens > 0) + self.pipeline.flags()
-        flags += ["role({})".format("|".join(f"{axis}={name}" for axis, name in self.roles))] if self.roles else []
         rules = f"[{'; '.join(map(str, self.rules))}]" if self.rules else ""
-        axes = ".".join(f"{name}{size}" for name, size in self.axes) + ("" if self.at is None else f"@{self.at}")
-        return "+".join([axes, *flags]) + rules
+        axes = ".".join(f"{name}{size}" for name, size in self.all_digits) + ("" if self.at is None else f"@{self.at}")
+        return "+".join([axes, *flags_of(self)]) + rules
 
     def to_json(self) -> dict:
         """{"strategy": "dp2.tp4"}, with "overrides" where there are some."""
@@ -348,8 +350,7 @@ class Strategy:
 
     @classmethod
     def from_json(cls, data: dict | str) -> Strategy:
-        if isinstance(data, str):
-            data = json.loads(data)
+        data = json.loads(data) if isinstance(data, str) else data
         return cls.parse(data["strategy"], overrides=data.get("overrides"))
 
 
@@ -382,12 +383,13 @@ def _parse_part(text: str, part: str) -> Strategy:
     outside, inside = split_rules(part)
     axis_text, *flags = outside.split("+")
     axis_text, at = parse_first(text, part, axis_text, flags)
-    axes, found = parse_axes(text, axis_text), parse_flags(text, flags)
+    digits, found = parse_axes(text, axis_text, True), parse_flags(text, flags)
     found |= {flag: found[flag] or value for flag, value in (NOTHING | {"tokens": 0}).items()}
-    strategy = Strategy(axes, **found, at=at, rules=() if inside is None else parse_rules(text, inside))
+    rules = () if inside is None else parse_rules(text, inside)
+    strategy = Strategy(joined_digits(digits), **found, at=at, digits=digits, rules=rules)
     if strategy.rules:
         strategy.atoms  # noqa: B018  raises where degrees do not fit
-    check_roles(text, found["roles"], axes)
+    check_roles(text, found["roles"], digits)
     return strategy
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from fxpar.errors import OverrideError, StrategySyntaxError, nearest
-from fxpar.ir.axes import AXES, ROLE_AXES
+from fxpar.ir.axes import AXES, ROLE_AXES, STAGES
 from fxpar.ir.dist_config import Placement, R, Shard
-from fxpar.ir.module_rules import CHUNKS, SHARES, Axes, ModuleRule, check_glob, split_outside
+from fxpar.ir.mesh import Axes
+from fxpar.ir.module_rules import CHUNKS, SHARES, ModuleRule, check_glob, share_flag, split_outside
 from fxpar.ir.remat import REMAT, Remat, parse_remat
 
 MOST_RANKS = 2**20  # more are a slip of the finger
@@ -133,7 +135,8 @@ def _parse_rule(text: str, part: str, glob: str, axes: Axes, flags: list[str]) -
     return ModuleRule(glob, axes, found["sp"], zero[0] if zero else None, remat, *shares)
 
 
-def parse_axes(text: str, axis_text: str) -> Axes:
+def parse_axes(text: str, axis_text: str, digits: bool = False) -> Axes:
+    """Axes with degrees as they are written; with `digits` one may stand in several places."""
     axes: list[tuple[str, int]] = []
     for part in axis_text.split("."):
         match = _AXIS.fullmatch(part)
@@ -148,12 +151,54 @@ def parse_axes(text: str, axis_text: str) -> Axes:
         if name not in AXES:
             why = f"unknown axis {name!r}{nearest(name, AXES) or '.'} Axes are {', '.join(AXES)}"
             raise StrategySyntaxError(text, part, why)
-        if name in dict(axes):
+        if name in dict(axes) and not digits:
             raise StrategySyntaxError(text, part, f"axis {name!r} is given twice")
         if degree < 1:
             raise StrategySyntaxError(text, part, f"a degree is from 1 to {MOST_RANKS:,}")
         axes.append((name, degree))
+    if len(axes) > len(dict(axes)):
+        _check_digits(text, axes)
     return tuple(axes)
+
+
+def _check_digits(text: str, digits: Sequence[tuple[str, int]]) -> None:
+    """There is one way to write an order of ranks."""
+    names = [name for name, _ in digits]
+    for name, degree in digits:
+        if degree == 1 and names.count(name) > 1:
+            raise StrategySyntaxError(
+                text, f"{name}1", f"each part of an axis in several places has 2 or more; leave {name}1 out"
+            )
+    if names.count(STAGES) > 1:
+        why = "stages are blocks of neighbouring ranks wherever pp stands, so it stands once"
+        raise StrategySyntaxError(text, STAGES, why)
+    for (name, degree), (after, more) in pairwise(digit for digit in digits if digit[0] != STAGES and digit[1] > 1):
+        if name == after:
+            why = f"axis {name!r} stands twice without another one between; write {name}{degree * more}"
+            raise StrategySyntaxError(text, f"{after}{more}", why)
+
+
+def joined_digits(digits: Axes) -> Axes:
+    """Axes with their degrees, in the order of their first digits."""
+    found: dict[str, int] = {}
+    for name, degree in digits:
+        found[name] = found.get(name, 1) * degree
+    return tuple(found.items())
+
+
+def digits_of(axes: Axes, digits: Axes) -> Axes:
+    """What is left of `digits` for these axes: those of an axis that is still of this degree. Axes that they do not
+    name stand in front. () where each axis is in one place.
+    """
+    degrees, given = dict(axes), dict(joined_digits(digits))
+    kept = [digit for digit in digits if given[digit[0]] == degrees.get(digit[0])]
+    found = [axis for axis in axes if axis not in joined_digits(tuple(kept))]
+    for name, degree in kept:
+        if found and found[-1][0] == name:
+            found[-1] = name, found[-1][1] * degree
+        else:
+            found.append((name, degree))
+    return tuple(found) if len(found) > len(axes) and joined_digits(tuple(found)) == axes else ()
 
 
 def parse_flags(text: str, flags: list[str], known: Sequence[str] = FLAGS) -> dict[str, Any]:
@@ -260,6 +305,18 @@ def _parse_schedule(text: str, flag: str, kind: str, count: str | None) -> Pipel
     if virtual < 2:
         raise StrategySyntaxError(text, flag, "interleaved_1f1b needs 2 or more stages per rank; else write 1f1b")
     return Pipeline(kind, virtual)
+
+
+def flags_of(one: Any) -> list[str]:
+    """The flags of a `Strategy` as they are written."""
+    flags = ["sp"] * one.sp + [f"zero{one.zero}"] * (one.zero > 0)
+    flags += [str(one.remat)] * (one.remat is not None)
+    flags += [share_flag("offload", one.offload)] * (one.offload > 0)
+    flags += [f"{flag}({count})" for flag in CHUNKS if (count := getattr(one, flag)) > 1]
+    flags += [share_flag(flag, share) for flag in ("lsh", "capacity") if (share := getattr(one, flag)) > 0]
+    flags += [f"tokens({one.tokens})"] * (one.tokens > 0) + one.pipeline.flags()
+    flags += ["role({})".format("|".join(f"{axis}={name}" for axis, name in one.roles))] if one.roles else []
+    return flags
 
 
 def check_roles(text: str, roles: Sequence[tuple[str, str]], axes: Axes) -> None:

@@ -61,8 +61,8 @@ def lowered_for(strategy: Strategy, number: int) -> Strategy:
     if strategy.world % ranks or (own.offset - strategy.offset) % ranks:
         why = f"begins at rank {own.offset} of {strategy.world}, which are no multiples of the {ranks} of its replicas"
         raise TeamsGatherError(str(strategy), str(own), why)
-    if own.replicas > 1 and own.axes[0][0] != REPLICAS:
-        raise TeamsGatherError(str(strategy), str(own), f"does not begin with {REPLICAS}")
+    if own.replicas > 1 and own.all_digits[0] != (REPLICAS, own.replicas):
+        raise TeamsGatherError(str(strategy), str(own), f"does not begin with {REPLICAS}{own.replicas}")
     count = strategy.world // ranks
     axes = ((REPLICAS, count), *inside) if count > 1 else inside
     return replace(own, axes=axes or SINGLE.axes, offset=strategy.offset)
@@ -150,9 +150,9 @@ def replicas_of_ranks(widest: Strategy, sizes: Iterable[int]) -> dict[int, Strat
 
 def _check_axes(text: str, widest: Strategy, least: int) -> None:
     names = {name for name, _ in widest.axes}
-    if widest.blocks or widest.rules or not names <= set(ROLE_AXES) - {BINS}:
+    if widest.blocks or widest.rules or widest.digits or not names <= set(ROLE_AXES) - {BINS}:
         known = ", ".join(name for name in ROLE_AXES if name != BINS)
-        why = f"what is cut into teams is one strategy of the axes {known}, without rules"
+        why = f"what is cut into teams is one strategy of the axes {known}, each in one place, without rules"
         raise StrategySyntaxError(text, str(widest), why)
     degrees = (*(degree for _, degree in widest.axes), least)
     if any(degree < 1 or degree & (degree - 1) for degree in degrees) or least > widest.world:

@@ -287,5 +287,6 @@ def _spread(graph: AnnotatedGraph) -> dict[fx.Node, bool]:
         operands = [found[o] for o in node.all_input_nodes if o in found]
         if operands:
             sums = collective_kind(node) in ("all_reduce", "reduce_scatter")
-            found[node] = any(operands) and not (sums and REPLICAS in comm_of(node)[0].split("."))
+            whole = sums and graph.strategy.mesh.covers(comm_of(node)[0], REPLICAS)
+            found[node] = any(operands) and not whole
     return found

@@ -6,12 +6,11 @@ savings      what saves memory (remat, ZeRO-3, chunks of the loss where logits a
              least that it takes, see `fxpar.search.floors`
 sets         dynamic programming over the limits of groups; the best guesses are planned on sample mini-batches
              with their switches and reductions, until no other set can be faster
-pipelines    under zb_h1 they wait less and keep more: guesses at that choose among the best sets, which are then tried
-             so, and with a whole loss
+pipelines    zb_h1 waits less and keeps more: guesses at it choose among the best sets, then tried so, with a whole loss
 teams        if they may be, the best wide replicas beside the best narrow ones are strategies too
 rounds       if they are asked for, which strategies the teams of each size should run, see `fxpar.search.rounds`
-rules        the best set and the best single strategy are tried with rules per module and with stages that differ, see
-             `fxpar.search.ruled`
+rules        the best set and the best static strategy get rules and stages that differ, see `fxpar.search.ruled`
+orders       the ranks of these are permuted, see `fxpar.search.rank_orders`
 bound        each mini-batch cut at its own best limits, without borders and rests: no set without rules takes less.
              With rules, each module at its cheapest too, see `fxpar.search.ideal`
 """
@@ -22,7 +21,7 @@ import operator
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -39,6 +38,7 @@ from fxpar.search.lengths import length_edges
 from fxpar.search.price import Candidate, Lower, Priced, optimizer_s
 from fxpar.search.pricing import SURE, Doubt, PricedSet, SetPricer, different, guessed_border_s
 from fxpar.search.problem import Found, Problem
+from fxpar.search.rank_orders import in_best_order
 from fxpar.search.rounds import Rounds, best_rounds
 from fxpar.search.ruled import RuleSearch
 from fxpar.search.sets import Groups, RankedSet, ranked_sets
@@ -104,6 +104,7 @@ class _Search:
         )
         self.chunked = ChunkSearch(self.known, self.pricer, problem.longest, self.said)
         self.variants = Variants(self.known, self.pricer, self.said)
+        self._in_order = partial(in_best_order, known=self.known, pricer=self.pricer, said=self.said)
 
     # ------------------------------------------------------------------------------------------------ candidates
     def lower_all(self) -> None:
@@ -317,14 +318,15 @@ class _Search:
         return one if faster is None else self.known.guessed(faster, self.said) or one
 
     def _refined(self, groups: Groups, rules: bool) -> PricedSet:
-        """A settled set, under a faster schedule and with rules where that takes less time."""
+        """A settled set, under a faster schedule, with ranks permuted and with rules, where that takes less time."""
         settled, chosen = self.settled[groups], self._lowered(groups)
-        best = self.variants.best(chosen, settled)
+        best = self._in_order(self.variants.best(chosen, settled))
         self.uniform_s = min(self.uniform_s, best.predicted_s)
         if not (rules and self.problem.rules):
             return best
         ruled, chosen = self.rules.better(chosen, settled)
-        return min(best, best if ruled is settled else self.variants.best(chosen, ruled), key=_seconds)
+        other = best if ruled is settled else self._in_order(self.variants.best(chosen, ruled))
+        return min(best, other, key=_seconds)
 
     @cached_property
     def rules(self) -> RuleSearch:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import replace
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.link_bytes import LinkBytes
+from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.mesh import Mesh
 from fxpar.store.home import ParamSpec, home_layout, param_specs
@@ -15,18 +18,29 @@ from fxpar.switch.terms import GradientPlacement, gradient_placements
 STAGING_BYTES = 64 << 20
 
 
-def going_home(program: Program, cluster: ClusterSpec) -> ReductionCost:
-    """What the gradients of a program take and send to go home."""
+Moved = Callable[[DistConfig], DistConfig]
+
+
+def going_home(program: Program, cluster: ClusterSpec, moved: Moved | None = None) -> ReductionCost:
+    """What the gradients of a program take and send to go home; `moved` says where else they lie."""
     world = program.strategy.world
     if world == 1:
         return ReductionCost(0.0, 0, 0)
-    terms = tuple(gradient_placements(program).items())
+    terms = tuple(terms_of(program, moved).items())
     return _cost(terms, tuple(param_specs(program)), world, cluster)
 
 
-def sent_home(program: Program, cluster: ClusterSpec) -> LinkBytes:
+def terms_of(program: Program, moved: Moved | None = None) -> dict[str, tuple[GradientPlacement, ...]]:
+    """Where the terms of each gradient lie."""
+    found = gradient_placements(program)
+    if moved is None:
+        return found
+    return {fqn: tuple(replace(one, dist=moved(one.dist)) for one in terms) for fqn, terms in found.items()}
+
+
+def sent_home(program: Program, cluster: ClusterSpec, moved: Moved | None = None) -> LinkBytes:
     """The bytes of it."""
-    return _bytes(going_home(program, cluster))
+    return _bytes(going_home(program, cluster, moved))
 
 
 def sent_home_by_position(program: Program, cluster: ClusterSpec) -> list[LinkBytes]:

@@ -137,7 +137,7 @@ def _on(mesh: Mesh, dist: DistConfig) -> DistConfig:
 
     def there(cut: AxisShard) -> AxisShard | None:
         axes = [name for name in cut.axis.split(".") if name in mesh.names or mesh.part(name).axis in mesh.names]
-        return replace(cut, axis=".".join(axes)) if axes else None
+        return replace(cut, axis=".".join(mesh.in_order(axes))) if axes else None
 
     dims = tuple(tuple(cut for one in dim if (cut := there(one)) is not None) for dim in dist.dims)
     return replace(dist, mesh=mesh, dims=dims)

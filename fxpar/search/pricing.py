@@ -54,6 +54,7 @@ class PricedSet:
     memory_parts: Mapping[str, Mapping[str, int]]
     optimizer_bytes: int  # of them
     traffic: SetTraffic | None = field(default=None, compare=False, repr=False)  # of a set that has settled
+    usual: PricedSet | None = field(default=None, compare=False, repr=False)  # before its ranks were permuted
 
     @property
     def memory_bytes(self) -> dict[str, int]:

@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.ir.module_rules import Axes, ModuleRule
+from fxpar.ir.mesh import Axes
+from fxpar.ir.module_rules import ModuleRule
 from fxpar.ir.strategy import Strategy
 from fxpar.search.blends import Changed
 from fxpar.search.bounds import Intervals

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from fxpar.ir.axes import BINS, EXPERTS, REPLICAS, RING, ROLE_AXES, STAGES, USES
-from fxpar.ir.module_rules import NOTHING, Axes, ModuleRule
+from fxpar.ir.mesh import Axes
+from fxpar.ir.module_rules import NOTHING, ModuleRule
 from fxpar.ir.remat import Remat
 from fxpar.ir.strategy import SINGLE, Strategy, of_degrees
 from fxpar.ir.strategy_text import Pipeline

@@ -19,7 +19,7 @@ from fractions import Fraction
 
 from fxpar.cost.group import of_strategy
 from fxpar.ir.axes import BINS, ROLE_AXES
-from fxpar.ir.module_rules import Axes
+from fxpar.ir.mesh import Axes
 from fxpar.ir.strategy import Strategy
 from fxpar.search.cutting import FIRST, StagesProblem, best_stages
 from fxpar.search.kinds import MixedCandidate

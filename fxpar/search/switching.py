@@ -14,6 +14,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.passes.share_weights import lies_in
 from fxpar.search.kinds import MixedCandidate
 from fxpar.search.layouts import guessed_layout
+from fxpar.search.ordered import Ordered
 from fxpar.search.price import DEEPEST, Candidate, Depth, Priced, extrapolated
 from fxpar.search.space import placed_alike
 from fxpar.store import home_of
@@ -46,10 +47,18 @@ class KnownSwitches:
         """Learn how these lie. What was lowered says how all layers lie, as they repeat: nothing more is captured."""
         for one in strategies:
             name = placement_of(one.strategy)
-            if name not in self._layouts:
+            if name not in self._layouts and isinstance(one, Ordered):
+                self.add([one.base])
+                self._layouts[name] = one.layout(self._layouts[placement_of(one.base.strategy)])
+            elif name not in self._layouts:
                 lowered = type(one) is Candidate or (isinstance(one, MixedCandidate) and one.stands)
                 found = self._of_own(one) or (guessed_layout(one, self.layers) if self.guess or lowered else None)
                 self._layouts[name] = found or layout_of(self.outlines(one.strategy, self.layers), one.name)
+
+    def layout(self, one: Priced) -> ParamLayout:
+        """How parameters lie under a strategy."""
+        self.add([one])
+        return self._layouts[placement_of(one.strategy)]
 
     def _of_own(self, one: Priced) -> ParamLayout | None:
         """Of what was lowered to price it, where that has as many layers."""

@@ -85,7 +85,7 @@ class ParamLayout:
 
 def _scatter(dist: DistConfig, shape: tuple[int, ...]) -> DistConfig:
     axes = [a for a in data_axes(dist.mesh.axes) if not any(dist.mesh.overlap(a, used) for used in _used(dist))]
-    return shard_over(dist, ".".join(axes), shape) if axes else dist
+    return shard_over(dist, ".".join(dist.mesh.in_order(axes)), shape) if axes else dist
 
 
 def _used(dist: DistConfig) -> set[str]:

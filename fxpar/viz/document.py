@@ -46,7 +46,7 @@ def view_document(
 def about(view: Viewed) -> list[list[str]]:
     """(label, value) pairs of a strategy for the head of the page."""
     strategy = view.graph.strategy
-    mesh = " × ".join(f"{axis} {degree}" for axis, degree in strategy.axes) or "one rank"
+    mesh = " × ".join(f"{axis} {degree}" for axis, degree in strategy.all_digits) or "one rank"
     rows = [["mesh", mesh], ["ranks", str(strategy.world)]]
     if isinstance(view.graph, PipelineGraph):
         rows.append(["stages", f"{len(view.graph.stages)} ({strategy.pipeline.schedule})"])

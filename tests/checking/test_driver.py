@@ -119,7 +119,17 @@ def test_mixtures_of_experts(name, strategy):
     assert_exact(result)
 
 
-@pytest.mark.parametrize("strategy", thinned(["tp2.dp2", "cp3.tp2", "dp2.cp2.tp2+sp+zero3"], ["cp3.tp2"]))
+ORDERS = ["tp2.dp2", "cp3.tp2", "dp2.cp2.tp2+sp+zero3"]
+IN_PLACES = [
+    "dp2.cp2.dp2+zero3",
+    "dp2.cp2.dp2+zero2",
+    "tp2.dp2.tp2+sp+zero1",
+    "cp2.tp2.cp2+sp",
+    "ring2.dp2.ring2",
+]
+
+
+@pytest.mark.parametrize("strategy", thinned([*ORDERS, *IN_PLACES], ["cp3.tp2", "dp2.cp2.dp2+zero3"]))
 def test_rank_orders_and_three_axes(strategy):
     assert_exact(fused("split", 6, 3).check(strategy))
     assert_exact(mlp("sigmoid").check(strategy))

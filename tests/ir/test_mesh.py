@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -114,8 +115,47 @@ def test_sub_axes_are_digits_of_a_coordinate(mesh, data):
         assert math.prod(mesh.degree(name) for name in digits) == degree
         assert all(mesh.index(rank, ".".join(digits)) == mesh.index(rank, axis) for rank in mesh.ranks)
         assert mesh.groups((axis,)) == mesh.groups(tuple(digits))
-        assert mesh.stride(digits[-1]) == mesh.stride(axis)
     assert sorted(reversed(whole), key=mesh.place) == whole
+
+
+@given(meshes(), st.data())
+def test_a_joint_cut_goes_by_ascending_ranks(mesh, data):
+    names = data.draw(st.lists(st.sampled_from(data.draw(parts(mesh))), unique=True)) if mesh.names else []
+    ordered = mesh.in_order(names)
+    assert mesh.ascends(ordered)
+    assert set(map(frozenset, mesh.groups(ordered))) == set(map(frozenset, mesh.groups(tuple(names))))
+    whole = {mesh.part(name).axis for name in names if ":" not in name}
+    assert all(mesh.covers(".".join(ordered), axis) for axis in whole)
+
+
+def test_an_axis_in_several_places():
+    """Neighbours on the inner digit are one rank apart, on the outer one eight."""
+    mesh = Mesh((("dp", 8), ("tp", 4)), digits=(("dp", 4), ("tp", 4), ("dp", 2)))
+    assert (str(mesh), mesh.size, mesh.last) == ("dp4xtp4xdp2", 32, 31)
+    assert mesh.groups(("dp",))[0] == (0, 1, 8, 9, 16, 17, 24, 25)
+    assert mesh.coordinate(9) == {"dp": 3, "tp": 0}
+    assert mesh.at("tp", 1).ranks == (2, 3, 10, 11, 18, 19, 26, 27)
+    assert (mesh.at("dp", 3), mesh.at("dp", 3).ranks) == (Mesh((("tp", 4),), 9, (2,)), (9, 11, 13, 15))
+    assert mesh.in_order(("tp", "dp")) == ("dp:(1)4", "tp", "dp:(4)2")
+    assert not mesh.covers("tp.dp:(4)2", "dp")
+    with pytest.raises(PlacementError, match="its digits are"):
+        Mesh((("dp", 8),), digits=(("dp", 4), ("tp", 4), ("dp", 2)))
+
+
+@given(meshes())
+def test_json_round_trip(mesh):
+    assert Mesh.from_json(json.loads(json.dumps(mesh.to_json()))) == mesh
+
+
+def test_digits_that_make_one_place_are_none():
+    axes = (("dp", 8), ("tp", 4))
+    assert Mesh(axes, digits=(("dp", 4), ("dp", 2), ("tp", 4))) == Mesh(axes)
+    assert Mesh(axes, 3, (2, 1, 8), (("dp", 4), ("dp", 2), ("tp", 4))) == Mesh(axes, 3, (1, 8))
+    assert Mesh(axes, digits=(("dp", 8), ("tp", 4), ("dp", 1))) == Mesh(axes)
+    apart = Mesh((*axes, ("cp", 2)), digits=(("dp", 4), ("tp", 4), ("cp", 2), ("dp", 2)))
+    assert Mesh.from_json(json.loads(json.dumps(apart.to_json()))) == apart
+    assert apart.at("tp", 1).digits == (("dp", 4), ("cp", 2), ("dp", 2))
+    assert apart.at("tp", 1).at("cp", 0).ranks == (4, 5, 20, 21, 36, 37, 52, 53)
 
 
 def test_sub_axes_of_four_and_eight():

@@ -15,10 +15,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fxpar.errors import FxparError, StrategySyntaxError, WorldSizeError
-from fxpar.ir.axes import AXES, BINS
+from fxpar.ir.axes import AXES, BINS, STAGES
 from fxpar.ir.remat import Remat
 from fxpar.ir.strategy import Strategy
-from fxpar.ir.strategy_text import MOST_CHUNKS, MOST_RANKS, MOST_TOKENS, SCHEDULES, Pipeline
+from fxpar.ir.strategy_text import MOST_CHUNKS, MOST_RANKS, MOST_TOKENS, SCHEDULES, Pipeline, joined_digits
 
 PLACEMENTS = ["S(0)@tp", "S(1)@tp", "R@tp", "S(2)", "R"]
 
@@ -52,6 +52,10 @@ def pipelines(draw, ranks: int) -> Pipeline:
 def strategies(draw) -> Strategy:
     names = draw(st.lists(st.sampled_from(AXES), unique=True, min_size=1))
     axes = tuple((name, draw(st.integers(1, 64))) for name in names)
+    twice = [name for name in names if name != STAGES][:2]
+    digits = tuple((name, draw(st.integers(2, 4))) for name in (*twice, twice[0])) if len(twice) == 2 else ()
+    if digits and draw(st.booleans()):
+        axes = joined_digits(digits)
     globs = draw(st.dictionaries(st.text(string.ascii_lowercase + ".*", min_size=1), st.sampled_from(PLACEMENTS)))
     flags = draw(st.booleans()), draw(st.integers(0, 3)), tuple(globs.items()), draw(remats())
     assume(math.prod(dict(axes).values()) <= MOST_RANKS)
@@ -61,7 +65,7 @@ def strategies(draw) -> Strategy:
     share = st.one_of(st.just(0.0), st.just(1.0), st.integers(1, 10**6).map(lambda share: share / 10**6))
     capacity = st.one_of(st.just(0.0), st.integers(10**6, 10**9).map(lambda capacity: capacity / 10**6))
     shares = {"offload": draw(share), "lsh": draw(share), "capacity": draw(capacity)}
-    return Strategy(axes, *flags, pipeline, tokens=tokens, **chunks, **shares)
+    return Strategy(axes, *flags, pipeline, tokens=tokens, digits=digits, **chunks, **shares)
 
 
 @given(strategies())
@@ -105,6 +109,29 @@ def test_rank_order_is_kept():
     assert first != second
     assert first.mesh.groups(("tp",)) == [(0, 3), (1, 4), (2, 5)]
     assert second.mesh.groups(("tp",)) == [(0, 1), (2, 3), (4, 5)]
+
+
+def test_an_axis_in_several_places_is_one_axis():
+    strategy = Strategy.parse("dp4.tp4.dp2+zero1", world=32)
+    assert (strategy.axes, strategy.replicas, strategy.data_axes) == ((("dp", 8), ("tp", 4)), 8, ("dp",))
+    assert strategy.mesh.groups(("tp",))[:2] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert strategy.mesh.groups(("dp",))[0] == (0, 1, 8, 9, 16, 17, 24, 25)
+    staged = Strategy.parse("dp2.pp2.tp2.dp2")
+    assert (str(staged.of_stage(1)), staged.of_stage(1).mesh) == ("dp2.tp2.dp2", staged.mesh.at("pp", 1))
+    # A process group has its ranks in ascending order: what is cut over both says where the others lie between.
+    assert Strategy.parse("dp2.cp2.dp2+zero1").data_axes_of("head.weight") == "dp:(1)2.cp.dp:(2)2"
+    assert Strategy.parse("cp2.dp4+zero1").data_axes_of("head.weight") == "cp.dp"
+
+
+def test_places_go_with_the_axes():
+    strategy = Strategy.parse("dp2.tp2.dp2.cp2")
+    changed = {
+        (("tp", 2), ("cp", 2)): "tp2.cp2",
+        (("dp", 4), ("tp", 2)): "dp2.tp2.dp2",
+        (("dp", 8), ("tp", 2)): "dp8.tp2",
+    }
+    changed |= {(("ring", 2), *strategy.axes): "ring2.dp2.tp2.dp2.cp2", (("tp", 2), ("dp", 4)): "tp2.dp4"}
+    assert {axes: str(replace(strategy, axes=axes)) for axes in changed} == changed
 
 
 def test_order_of_flags_does_not_matter():
@@ -252,7 +279,12 @@ SYNTAX = [
     ("tp=2", "'tp=2'", "an axis is a name and a degree"),
     ("tp0", "'tp0'", "a degree is from 1 to 1,048,576"),
     ("dp2.tp99999999999", "'tp99999999999'", "a degree is from 1 to 1,048,576"),
-    ("dp2.tp2.dp2", "'dp2'", "axis 'dp' is given twice"),
+    ("dp2.dp4", "'dp4'", "axis 'dp' stands twice without another one between; write dp8"),
+    ("dp2.pp2.dp4", "'dp4'", "axis 'dp' stands twice without another one between; write dp8"),
+    ("dp2.tp1.dp4", "'dp4'", "axis 'dp' stands twice without another one between; write dp8"),
+    ("dp2.tp2.dp1", "'dp1'", "each part of an axis in several places has 2 or more; leave dp1 out"),
+    ("pp2.tp2.pp2", "'pp'", "stages are blocks of neighbouring ranks wherever pp stands, so it stands once"),
+    ("tp8[*.mlp: tp2.cp2.tp2]", "'tp2'", "axis 'tp' is given twice"),
     ("tpp2", "'tpp2'", "unknown axis 'tpp'; did you mean 'tp'?"),
     ("ddp2", "'ddp2'", "unknown axis 'ddp'; did you mean 'dp'?"),
     ("xyz2", "'xyz2'", "Axes are dp, pp, cp, ring, tp, rows, ep"),

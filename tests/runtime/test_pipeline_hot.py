@@ -27,7 +27,11 @@ PIPELINES = {16: "dp2.pp2", 64: "pp4", 512: "tp2.cp2"}
 LENGTHS = (5, 16, 12, 9, 14, 3) * 6 + (60, 33, 45, 64) * 3 + (130, 90, 1)  # several micro-batches in each group
 LIMITED = {16: "dp2.pp2", 64: "pp4", 130: "tp2.cp2"}
 OWN = {16: "dp2.tp1 > dp2+zero3", 64: "tp3 > dp1", 512: "tp2+sp+zb_h1 > rows2"}  # stages under strategies of their own
-EIGHT = {16: "dp4.pp2", 64: "dp2.pp2.tp2+sp", 512: "pp4.cp2+zb_h1"}
+EIGHT = {
+    "pipelines": {16: "dp4.pp2", 64: "dp2.pp2.tp2+sp", 512: "pp4.cp2+zb_h1"},
+    "orders of ranks": {16: "tp2.dp4+sp+zero1", 64: "dp2.pp2.tp2+sp", 512: "dp2.cp2.dp2+zero3"},
+    "other orders": {16: "dp2.tp2.dp2+sp+zero2", 64: "pp2.tp2.dp2", 512: "cp2.tp2.cp2+sp"},
+}
 
 
 DEEP = {"layers": "4", "dim": "32", "heads": "4", "kv_heads": "2", "ffn": "48"}
@@ -113,10 +117,10 @@ def test_steps_of_three_strategies_equal_one_device(trained):
 
 @pytest.mark.nightly
 def test_eight_ranks():
-    case = Case([sequences(6, LENGTHS)], {"strategies": EIGHT}, deep)
-    have = hot({"": case}, world=8)[""]
-    assert {group.strategy for group in have["reports"][0].groups} == set(EIGHT.values())
-    equal(have, case.one_device())
+    cases = {text: Case([sequences(6, LENGTHS)], {"strategies": each}, deep) for text, each in EIGHT.items()}
+    for text, have in hot(cases, world=8).items():
+        assert {group.strategy for group in have["reports"][0].groups} == set(EIGHT[text].values())
+        equal(have, cases[text].one_device())
 
 
 class Normed(nn.Module):
