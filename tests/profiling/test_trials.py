@@ -7,11 +7,14 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpar.ir.node_meta import is_backward
 from fxpar.profiling import trials
-from fxpar.profiling.points import measured
+from fxpar.profiling.points import BACKWARD, measured
 from fxpar.profiling.trials import device_series, link_series
 from fxpar.runtime.forked import run_forked
+from tests.captured import llama
 
 CPU = torch.device("cpu")
 SIZES = (1 << 10, 1 << 12)
@@ -30,6 +33,32 @@ def test_results_are_kept(monkeypatch):
     for _ in range(5):
         keeping()
     assert [one() is not None for one in made[1:]] == [False, False, True, True, True]
+
+
+class Layouts(TorchDispatchMode):
+    """Of the products that run: whether each operand is transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[bool, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default:
+            self.found.append(tuple(one.stride(0) == 1 for one in args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("half", "backward"), [("", False), (BACKWARD, True)])
+def test_products_are_those_of_captured_graphs(half, backward):
+    """Forward rows with the transposed weight, backward the gradients with the weight, and transposed with the rows."""
+    calls = [n for n in llama().graph.gm.graph.nodes if n.target is torch.ops.aten.mm.default]
+    transposed = torch.ops.aten.t.default
+    graphs = {tuple(one.target is transposed for one in n.args) for n in calls if is_backward(n) is backward}
+    run = trials._linear(CPU, "float32", 6, 4, half)
+    with Layouts() as layouts:
+        run()
+    assert set(layouts.found) == graphs
+    assert len(layouts.found) == len(graphs)
 
 
 def test_attention_keeps_a_gpu_busy():
