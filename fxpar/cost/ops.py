@@ -19,7 +19,7 @@ from torch import fx
 from fxpar.errors import CostModelError, OpContractError
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import Size, TensorMeta
-from fxpar.ir.node_meta import is_again, is_backward, local_meta
+from fxpar.ir.node_meta import is_gradient, local_meta
 from fxpar.ir.pass_base import tensor_operands
 from fxpar.ops.recurrence import CHUNK, CHUNK_BY_ROW
 from fxpar.ops.traits import (
@@ -97,11 +97,9 @@ def flops(node: fx.Node, shape: SizesOf, block: float = 0) -> Fraction | int:
 
 
 def in_backward(node: fx.Node) -> bool:
-    """Whether a kernel does what only a backward does, and has the figures of `Device.in_backward`: not what is
-    recomputed there.
-    """
+    """Whether a kernel has the figures of `Device.in_backward`: not what is recomputed there."""
     position = _GRADIENTS.get(node.target)  # type: ignore[arg-type]
-    return is_backward(node) and not is_again(node) if position is None else position > 0
+    return is_gradient(node) if position is None else position > 0
 
 
 def is_plain(target: Any) -> bool:
