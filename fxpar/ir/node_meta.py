@@ -137,7 +137,7 @@ def is_backward(node: fx.Node) -> bool:
 
 
 def is_gradient(node: fx.Node) -> bool:
-    """Whether a node does what only a backward does: in the backward, where that is not a second time, or in a chunk."""
+    """Whether it does what only a backward does: in the backward, but not a second time, or in a chunk of the loss."""
     return bool(node.meta.get("gradient")) or (is_backward(node) and not is_again(node))
 
 
