@@ -86,8 +86,9 @@ def test_a_device():
         ("launch", "kernel"),
     }
     assert found["product", "bfloat16"].amount == 2 * 16**3
+    least = {(point.kind, point.of): point for point in reversed(points)}  # of which no series is too slow
     for kind in ("product", "thin product"):
-        assert found[f"backward {kind}", "bfloat16"].amount == 2 * found[kind, "bfloat16"].amount
+        assert least[f"backward {kind}", "bfloat16"].amount == 2 * least[kind, "bfloat16"].amount
     assert found["copy", "memory"].amount == 2 * (1 << 14)
     assert found["add", "memory"].amount == 3 * (1 << 14)
     assert all(point.seconds > 0 for point in points)
