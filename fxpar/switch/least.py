@@ -24,32 +24,34 @@ def least_seconds(
     """
     turns = plan_by_turns(source, target, cluster, extra_holders)
     if turns is not None:
-        return _of_turns(turns, cluster)
+        return of_turns(turns)
     world, alike = alike_tensors(source, target, cluster, extra_holders)
-    return _of_problem(problem_of(alike, target, source.name, world, cluster), cluster)
+    return _of_problem(problem_of(alike, target, source.name, world, cluster))
 
 
-def _of_turns(plan: SwitchByTurns, cluster: ClusterSpec) -> float:
-    """Of the mean rank: nobody knows those of all."""
+def of_turns(plan: SwitchByTurns) -> float:
+    """Of a plan by turns, whose sources are those with the fewest bytes between nodes: of the mean rank, as nobody
+    knows those of all.
+    """
     world = plan.problem.world
-    return _seconds(plan.inter_node_bytes / world, plan.total_bytes / world, cluster)
+    return _seconds(plan.inter_node_bytes / plan.problem.nodes, plan.total_bytes / world, plan.problem.cluster)
 
 
-def _of_problem(problem: SwitchProblem, cluster: ClusterSpec) -> float:
+def _of_problem(problem: SwitchProblem) -> float:
     """Of the node that lacks most, and the rank that does."""
-    starts = np.arange(0, problem.world, cluster.devices_per_node)
+    starts = np.arange(0, problem.world, problem.cluster.devices_per_node)
     by_node, by_rank = np.zeros(len(starts)), np.zeros(problem.world)
     for cls in problem.classes:
         nbytes = len(cls.members) * cls.nbytes
         far = cls.missing & ~has_local_holder(problem, cls)
         by_node += nbytes @ np.logical_or.reduceat(far, starts, axis=1)
         by_rank += nbytes @ cls.missing
-    ranks = np.diff(np.append(starts, problem.world))
-    return _seconds(float((by_node / ranks).max()), float(by_rank.max()), cluster)
+    return _seconds(float(by_node.max()), float(by_rank.max()), problem.cluster)
 
 
 def _seconds(entering: float, received: float, cluster: ClusterSpec) -> float:
-    """For bytes that a rank receives, from its node or from others; of what enters the node it takes its share."""
+    """For bytes that enter a node, through all of its devices, and that a rank receives, over whatever links."""
     inside, between = (float(cluster.bytes_per_s(one)) for one in (False, True))
     over_all = inside if cluster.nodes == 1 else inside + float(cluster.inter_gb_per_s) * 1e9
-    return max(entering / between, received / over_all) + float(cluster.latency_s) * (received > 0)
+    enters_s = entering / (cluster.devices_per_node * between)
+    return max(enters_s, received / over_all) + float(cluster.latency_s) * (received > 0)
