@@ -212,7 +212,7 @@ class TransferRule:
         answers = []
         for has in self.cls.before.has:
             terms = has if self.term_of is None else has * self.terms + self.term_of
-            _, first = np.unique(np.stack([terms, self.node_of]), axis=1, return_index=True)
+            _, first = np.unique(terms * nodes + self.node_of, return_index=True)
             answers.append(_by_node(has[first], self.node_of[first], nodes, self.term_of is None))
         total = 0.0
         for piece, (code, count) in zip(self.cls.after.piece, asking, strict=True):

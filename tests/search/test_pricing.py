@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from fxpar.search.driver import _Search
 from fxpar.search.doubt import Doubt
+from fxpar.search.driver import _Search
 from tests.search.test_driver import known, problem
 
 
