@@ -19,6 +19,7 @@ from fxpar.cli.request import cluster_name, collected_warnings, write_json, writ
 from fxpar.cli.shallow import Shallow, order_lines, sent_lines, set_json
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError
+from fxpar.ir.collector import collector_of_new
 from fxpar.ir.fqn import block_of
 from fxpar.search.batch_size import MOST_PER_DEVICE, RatedSize, rated_sizes, sizes, smallest_near
 from fxpar.search.chosen import of_ranks, planned_for, problem_of
@@ -33,6 +34,7 @@ from fxpar.search.rounds import Rounds
 from fxpar.search.verify import VerifiedPlan, order_of
 
 BAR = 24  # columns of the longest bar
+LOOKS = 200  # for garbage among what is new; a search for one size of mini-batches takes fewer
 
 
 def run_plan(request: PlanRequest) -> None:
@@ -44,7 +46,8 @@ def run_plan(request: PlanRequest) -> None:
     elif request.cost == "galvatron":
         run_plan_galvatron(_galvatron(request))
     else:
-        _run(request)
+        with collector_of_new(LOOKS):
+            _run(request)
 
 
 def _write_imported(request: PlanRequest, path: str, output: str) -> None:
