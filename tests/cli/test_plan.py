@@ -47,7 +47,9 @@ def test_it_shows_what_it_writes(planned):
     assert any(one["intra_node_bytes"] for one in sent)
     assert f"sent inside nodes per mini-batch: micro-batches {human_bytes(sent[0]['intra_node_bytes'])}, " in text
     assert best["lower_bound_s"] <= best["predicted_s"] <= data["best_static"]["predicted_s"]
-    assert data["rounds"]["strategy"] in text
+    assert f'"{data["rounds"]["strategy"]}"' in text
+    is_less = data["rounds"]["predicted_s"] < best["predicted_s"]
+    assert data["rounds"]["better"] == is_less == ("less than plan 1" in text)
     groups = length_groups({256: data["rounds"]["strategy"]}, world=2, token_budget=data["rounds"]["token_budget"])
     assert [group.replicas for group in groups if group.limit == 256][:1] == [1]  # the widest holds the longest
     assert data["speedup"] == data["best_static"]["predicted_s"] / best["predicted_s"]
