@@ -63,7 +63,7 @@ def _costs(
     """By degree, and the devices of a node."""
     if not request.source.model:
         cost = cost_of(request.priced_by).with_memory(request.memory_gib)
-        return cost.teams(degrees, request.devices, longest), request.devices_per_node
+        return cost.teams(degrees, request.devices, longest), request.node
     from fxpar.cli.rounds_model import model_teams
 
     most = max(int(one.lengths.sum()) for one in batches)

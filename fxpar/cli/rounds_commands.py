@@ -32,13 +32,14 @@ class RoundsRequest:
     lengths: Lengths = None
     tokenizer: Tokenizer = None
     devices_per_node: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1,
             max=MOST_RANKS,
-            help="Devices of a node; a team of no more stands on one. With MODEL as --cluster says.",
+            help="Without MODEL: devices of a node, default 8; a team of no more stands on one.",
+            show_default=False,
         ),
-    ] = 8
+    ] = None
     cost: Annotated[
         str | None,
         typer.Option(
@@ -93,12 +94,21 @@ class RoundsRequest:
         if self.source.model and self.cost is not None:
             why = "it is of no MODEL; name the devices that yours is priced on: --cluster h100 or FILE"
             raise typer.BadParameter(why, param_hint="--cost")
+        if self.source.model and self.devices_per_node is not None:
+            why = "those of MODEL are as its --cluster says; write devices_per_node there"
+            raise typer.BadParameter(why, param_hint="--devices-per-node")
+        _check_without_model(self.source)
         if self.cluster is not None and not self.source.model:
             raise typer.BadParameter("a model is priced on it; name MODEL", param_hint="--cluster")
         if self.strategy is not None and not self.strategy.strip():
             raise typer.BadParameter("it is empty; name a strategy, or leave it out", param_hint="--strategy")
         if self.strategy is not None and not self.source.model:
             raise typer.BadParameter("it is of a model; name MODEL", param_hint="--strategy")
+
+    @property
+    def node(self) -> int:
+        """Devices of a node without MODEL."""
+        return self.devices_per_node or 8
 
     @property
     def priced_by(self) -> str:
@@ -138,3 +148,11 @@ class RoundsRequest:
     def memory_gib(self) -> float | None:
         """The same in GiB."""
         return None if self.memory_bytes is None else self.memory_bytes / 2**30
+
+
+def _check_without_model(source: GraphSource) -> None:
+    """What is of a model needs one."""
+    given = {"--set": source.options, "--dtype": source.dtype != "float32", "--precision": source.precision}
+    for option, value in given.items():
+        if value and not source.model:
+            raise typer.BadParameter("it is of a model; name MODEL", param_hint=option)

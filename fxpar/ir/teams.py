@@ -17,6 +17,7 @@ from fxpar.ir.strategy import SINGLE, Strategy
 
 MOST_FORMATIONS = 16  # of rounds, as each is lowered and bound: up to 8 parts of a power of two ranks make 10
 _ROUNDS = re.compile(r"\s*rounds\((.*)\)\s*", re.DOTALL)
+_NUMBER = re.compile(r"[0-9]{1,9}$", re.ASCII)
 
 
 def ranks_of_replica(strategy: Strategy) -> int:
@@ -97,13 +98,14 @@ def formations(choice: Strategy | str) -> tuple[Strategy, ...]:
     """
     if isinstance(choice, Strategy):
         return (choice,)
-    found = _ROUNDS.fullmatch(choice) if isinstance(choice, str) else None
-    if found is None:
+    words = _words(choice)
+    if words is None:
         return (Strategy.parse(choice),)
-    first, *others = map(str.strip, split_outside(found[1], ","))
-    if not others or (len(others) == 1 and others[0].isdecimal()):
+    first, *others = words
+    if not others or (len(others) == 1 and _NUMBER.match(others[0])):
         widest, least = Strategy.parse(first), int(others[0] if others else 1)
         _check_axes(choice, widest, least)
+        _check_tokens(choice, widest, least)
         sizes = (size for size in range(widest.world, least - 1, -1) if widest.world % size == 0)
         by_size = {size: [_narrowed(widest, size)] for size in sizes}
     else:
@@ -121,11 +123,10 @@ def formations(choice: Strategy | str) -> tuple[Strategy, ...]:
 
 def each_rewritten(choice: Strategy | str, rewrite: Callable[[Strategy], Strategy]) -> Strategy | str:
     """The strategy, or each one that is named in `rounds(...)`, as `rewrite` has it."""
-    found = _ROUNDS.fullmatch(choice) if isinstance(choice, str) else None
-    if found is None:
+    words = _words(choice)
+    if words is None:
         return rewrite(Strategy.parse(choice) if isinstance(choice, str) else choice)
-    words = [word.strip() for word in split_outside(found[1], ",")]
-    return f"rounds({', '.join(word if word.isdecimal() else str(rewrite(Strategy.parse(word))) for word in words)})"
+    return f"rounds({', '.join(word if _NUMBER.match(word) else str(rewrite(Strategy.parse(word))) for word in words)})"
 
 
 def is_compressed(choices: Mapping[int, Strategy | str]) -> bool:
@@ -149,6 +150,38 @@ def replicas_of_ranks(widest: Strategy, sizes: Iterable[int]) -> dict[int, Strat
             raise DegreeError(size, f"its teams are priced as replicas on all {widest.world} ranks; take a divisor")
         (found[size],) = _copies(_narrowed(widest, size), widest.world // size)
     return found
+
+
+def _words(choice: Strategy | str) -> list[str] | None:
+    """What stands between the commas of `rounds(...)`; None for another text. Raises StrategySyntaxError where nothing
+    stands there, or a number that is no number of ranks.
+    """
+    found = _ROUNDS.fullmatch(choice) if isinstance(choice, str) else None
+    if found is None or not _closed(found[1]):
+        return None
+    text, words = found[0], [word.strip() for word in split_outside(found[1], ",")]
+    if not all(words):
+        why = "a strategy stands between the commas, such as rounds(cp8), rounds(cp8, 2) or rounds(cp8, cp2, dp1)"
+        raise StrategySyntaxError(text, text, why)
+    for place, word in enumerate(words):
+        if re.match(r"[-+]?\d", word) and (place != 1 or len(words) > 2 or not _NUMBER.match(word)):
+            why = "the least ranks of a team are one whole number behind it, as in rounds(cp8, 2)"
+            raise StrategySyntaxError(text, word, f"{word} is no strategy; {why}")
+    return words
+
+
+def _closed(text: str) -> bool:
+    """Whether each bracket that closes in the text has been opened in it."""
+    depths = itertools.accumulate((letter == "(") - (letter == ")") for letter in text)
+    return all(depth >= 0 for depth in depths)
+
+
+def _check_tokens(text: str, widest: Strategy, least: int) -> None:
+    """Narrower teams hold their share of `tokens(...)`, which is at least one token."""
+    if 0 < widest.tokens * least < widest.world:
+        enough = f"take tokens({-(-widest.world // least)}) or more"
+        why = f"narrower teams have as many tokens per rank, less than one on {least} of {widest.world} ranks; {enough}"
+        raise StrategySyntaxError(text, f"tokens({widest.tokens})", why)
 
 
 def _check_axes(text: str, widest: Strategy, least: int) -> None:

@@ -100,7 +100,8 @@ class RoundCost:
         found = {}
         for degree in degrees:
             if self.heads and self.heads % degree and degree % self.heads:
-                why = f"it does not divide the {self.heads} heads of attention, nor is it a multiple of them"
+                why = f"it does not divide the {self.heads} heads of attention, nor is it a multiple of them; "
+                why += "leave it out of the degrees"
                 raise DegreeError(degree, why)
             per_token = self.token_ms / degree + self.sent_ms(degree)
             found[degree] = TeamCost(self.fixed_ms, per_token, self.square_ms / degree, tokens * degree)

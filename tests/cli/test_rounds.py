@@ -125,7 +125,7 @@ def test_a_file_of_constants_and_degrees_of_its_own(lengths, tmp_path, capsys):
         ({"batches": "2:2"}, BatchRangeError, "the range is empty. Write FIRST:END"),
         ({"max_length": 10}, BatchRangeError, "no sequence of batch 0 has at most 10 tokens"),
         ({"min_degree": 32}, DegreeError, "degree 32: no team of so many ranks is left on 16 devices"),
-        ({"degrees": "1,3"}, DegreeError, "degree 3: it does not divide the 64 heads"),
+        ({"degrees": "1,3"}, DegreeError, "degree 3: it does not divide the 64 heads.*; leave it out"),
         ({"degrees": "1,32"}, DegreeError, "degree 32: a team has from 1 to 16 ranks"),
         ({"cost": "flexsp-70b"}, UnknownRoundCostError, "did you mean 'flexsp-7b'"),
         ({"memory": "1GiB"}, RoundCostError, "nothing is left"),
@@ -166,6 +166,9 @@ def test_lengths_that_are_none(tmp_path, text):
         ({"source": GraphSource("llama"), "cost": "flexsp-7b"}, "it is of no MODEL"),  # the default, but named
         ({"cluster": "h100"}, "a model is priced on it; name MODEL"),
         ({"strategy": "cp16"}, "it is of a model; name MODEL"),
+        ({"source": GraphSource("", options=("dim=8",))}, "it is of a model; name MODEL"),
+        ({"source": GraphSource("", precision="bf16")}, "it is of a model; name MODEL"),
+        ({"source": GraphSource("llama"), "devices_per_node": 4}, "as its --cluster says"),
         ({"strategy": " "}, "it is empty; name a strategy"),
     ],
 )

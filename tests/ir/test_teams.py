@@ -52,6 +52,7 @@ def test_a_team_is_the_strategy_on_fewer_ranks():
 
 def test_narrower_teams_have_as_many_tokens_per_rank():
     assert [str(one) for one in formations("rounds(cp4+tokens(100), 2)")] == ["cp4+tokens(100)", "dp2.cp2+tokens(50)"]
+    assert [str(one) for one in formations("rounds(cp4+tokens(2), 2)")] == ["cp4+tokens(2)", "dp2.cp2+tokens(1)"]
 
 
 def test_teams_run_what_is_written():
@@ -106,10 +107,21 @@ def test_other_strategies_are_what_they_are():
         ("rounds(cp4, dp2)", "dp2.*one replica"),
         ("rounds(cp4, cp2 | cp2)", "without teams"),
         ("rounds(cp4, tp3)", "teams of 4, 3 ranks never make 4 with one of 3"),
-        ("rounds(cp4, 2, 1)", "an axis is"),
-        ("rounds(cp4, )", "an axis is"),
+        ("rounds(cp4, 2, 1)", r"'rounds\(cp4, 2, 1\)': 2 is no strategy; .* as in rounds\(cp8, 2\)"),
+        ("rounds(4)", "4 is no strategy"),
+        ("rounds(cp4, 1.5)", r"1\.5 is no strategy"),
+        ("rounds(cp4, -1)", "-1 is no strategy"),
+        ("rounds(cp4, ２)", "２ is no strategy"),
+        ("rounds()", r"'rounds\(\)': a strategy stands between the commas"),
+        ("rounds(cp4, )", r"'rounds\(cp4, \)': a strategy stands between the commas"),
         ("rounds(cq4)", "cq4"),
-        ("rounds(cp4", "an axis is"),
+        ("rounds(cp4", r"'\)' is missing at its end"),
+        ("rounds(cp4)+remat", "stands alone, with flags inside"),
+        ("cp2 | rounds(cp2)", "stands alone"),
+        ("rounds(cp4) > rounds(cp2)", "stands alone"),
+        ("Round(cp4)", "stands alone"),
+        ("rounds(rounds(cp2))", "stands alone"),
+        ("rounds(cp8+tokens(3), 2)", r"less than one on 2 of 8 ranks; take tokens\(4\) or more"),
     ],
 )
 def test_what_cannot_be_cut(text, why):
