@@ -31,7 +31,7 @@ from fxpar.runtime.auto import read_rows
 from fxpar.runtime.engine import Replanned
 from fxpar.search.chosen import lowering, planned_for, problem_of, searched
 from fxpar.search.lengths import mini_batches, read_lengths
-from fxpar.search.plan_file import Plan, PlanGroup, parse_plan
+from fxpar.search.plan_file import Plan, parse_plan
 from fxpar.search.price import Candidate, Depth, candidate, optimizer_s
 from fxpar.search.pricing import PricedSet, SetPricer
 
@@ -92,11 +92,7 @@ def choose(name: str, mbit: float, tiny: bool = False, samples: int = 8) -> dict
     plans = {what: planned.plan(found, one) for what, one in sets.items()}
     if name == "rounds":
         assert found.rounds is not None, "no strategy holds the longest sequence on all ranks"
-        mine = PlanGroup(longest, found.rounds.text, found.rounds.token_budget)
-        plans = {
-            ROUNDS: replace(plans[PLANNED], groups=(mine,), predicted_s=found.rounds.priced.predicted_s),
-            **plans,
-        }
+        plans = {ROUNDS: planned.plan(found, found.rounds.priced), **plans}
     bound = _nothing_sent_s(alone, batches)
     return {what: replace(plan, lower_bound_s=bound).to_toml() for what, plan in plans.items()}
 

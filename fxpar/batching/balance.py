@@ -106,8 +106,21 @@ def _cut(items: Sequence[SequenceItem], rule: PackingRule, around: int = 0) -> S
     if rule.stages == 1 or not items:
         return few
     counts = range(around - 1, around + CUTS - 2) if around else _counts(items, 1, len(few), rule)
-    cuts = [spread_within(items, n, rule.budget) for n in counts if len(few) <= n <= len(items)]
-    return min([few, *(bins for bins in cuts if bins)], key=lambda bins: (_load(bins, rule), len(bins)))
+    total, dearest = sum(item.cost for item in items), items[0].cost
+    least = {n: _least_load(total, dearest, n, rule) for n in counts if len(few) <= n <= len(items)}
+    best, price = few, (_load(few, rule), len(few))
+    for n in sorted(least, key=lambda n: least[n]):
+        if least[n] > price[0]:  # so it is with all that follow
+            break
+        bins = spread_within(items, n, rule.budget)
+        if bins and (_load(bins, rule), len(bins)) < price:
+            best, price = bins, (_load(bins, rule), len(bins))
+    return best
+
+
+def _least_load(total: int, dearest: int, count: int, rule: PackingRule) -> int:
+    """What so many micro-batches take at least, whose sequences cost `total` together, and the dearest `dearest`."""
+    return total + rule.fixed * count + rule.fill(max(dearest, -(-total // count)))
 
 
 def deal(bins: Sequence[Bin], replicas: int) -> list[Share]:

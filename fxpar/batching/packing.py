@@ -137,6 +137,8 @@ def pack(items: Sequence[SequenceItem], budget: int) -> list[Bin]:
     MIT thesis, 1973).
     """
     bins: list[list[SequenceItem]] = []
+    costs: list[int] = []
+    free_in: list[int] = []
     room: list[tuple[int, int]] = []  # (free tokens, bin), ascending
     for item in items:
         at = bisect_left(room, (item.tokens, -1))
@@ -145,11 +147,15 @@ def pack(items: Sequence[SequenceItem], budget: int) -> list[Bin]:
         else:
             free, b = budget, len(bins)
             bins.append([])
+            costs.append(0)
+            free_in.append(budget)
         bins[b].append(item)
+        costs[b] += item.cost
         free -= item.tokens
+        free_in[b] = free
         if free:
             room.insert(bisect_left(room, (free, b)), (free, b))
-    return [as_bin(members) for members in bins]
+    return [Bin(tuple(found), budget - left, cost) for found, left, cost in zip(bins, free_in, costs, strict=True)]
 
 
 def spread_within(items: Sequence[SequenceItem], count: int, budget: int) -> list[Bin] | None:
@@ -159,19 +165,23 @@ def spread_within(items: Sequence[SequenceItem], count: int, budget: int) -> lis
     """
     heap = [(0, 0, b) for b in range(count)]  # (cost, tokens, bin)
     bins: list[list[SequenceItem]] = [[] for _ in range(count)]
+    sums = [(0, 0)] * count  # tokens and cost of each bin
     least = min(item.tokens for item in items)
     patience = 16 * len(items) + 64
     for item in items:
+        _, more_tokens, more_cost = item
         full = []
-        while heap and heap[0][1] + item.tokens > budget:
+        while heap and heap[0][1] + more_tokens > budget:
             full.append(heapq.heappop(heap))
         patience -= len(full)
         if not heap or patience < 0:
             return None
         cost, tokens, b = heap[0]
         bins[b].append(item)
-        heapq.heapreplace(heap, (cost + item.cost, tokens + item.tokens, b))
+        cost, tokens = cost + more_cost, tokens + more_tokens
+        sums[b] = tokens, cost
+        heapq.heapreplace(heap, (cost, tokens, b))
         for entry in full:
             if entry[1] + least <= budget:
                 heapq.heappush(heap, entry)
-    return [as_bin(members) for members in bins if members]
+    return [Bin(tuple(members), *both) for members, both in zip(bins, sums, strict=True) if members]

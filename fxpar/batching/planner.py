@@ -83,6 +83,24 @@ def plan_batch(
     return planner.plan(choice)
 
 
+def least_batch_s(
+    lengths: Sequence[int],
+    groups: Sequence[LengthGroup],
+    costs: Sequence[Cost],
+    border_s: BorderSeconds,
+    *,
+    packed: bool = True,
+    known: KnownLoads | None = None,
+) -> float:
+    """Seconds that no plan of `plan_batch` without rides undercuts, if `border_s` gives what borders add at least;
+    0 for more groups than it tries all choices of. No micro-batch is made up. Arguments and errors are its own.
+    """
+    if len(groups) > EXHAUSTIVE:
+        return 0.0
+    planner = _Planner(groups, costs, border_s, packed, by_group(lengths, groups), {} if known is None else known)
+    return planner.least / TICKS_PER_S
+
+
 def by_group(lengths: Sequence[int], groups: Sequence[LengthGroup]) -> list[list[Member]]:
     """(index, length) of the sequences of each group.
 
@@ -142,6 +160,11 @@ class _Planner:
             if found == best:
                 return best
             best = found
+
+    @property
+    def least(self) -> int:
+        """Ticks that no choice of running groups undercuts."""
+        return min(self._bound(running) for running in self._subsets() if self._is_sound(running))
 
     def _cheapest(self, best: Running, others: Iterable[Running]) -> Running:
         """`best`, or one of the others that takes less time; those that cannot are not worked out."""

@@ -68,7 +68,7 @@ class _Cutter:
             pairs = zip(tensor_operands(node), takes, strict=True)
             operands = [copies[o] if o in copies else self._narrow(o, lies) for o, lies in pairs]
             copy = copies[node] = self.graph.node_copy(node)
-            copy.meta = {**node.meta, "backward": False, "chunk": self.number}
+            copy.meta = {**node.meta, "backward": False, "chunk": self.number, "gradient": is_backward(node)}
             replace_operands(copy, operands)
             for key in ("tensor", "local"):
                 metas = node.meta[key] if isinstance(node.meta[key], tuple) else (node.meta[key],)

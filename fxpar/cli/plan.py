@@ -19,6 +19,7 @@ from fxpar.cli.request import cluster_name, collected_warnings, write_json, writ
 from fxpar.cli.shallow import Shallow, order_lines, sent_lines, set_json
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError
+from fxpar.ir.collector import collector_of_new
 from fxpar.ir.fqn import block_of
 from fxpar.search.batch_size import MOST_PER_DEVICE, RatedSize, rated_sizes, sizes, smallest_near
 from fxpar.search.chosen import of_ranks, planned_for, problem_of
@@ -32,7 +33,9 @@ from fxpar.search.proposals import WORTH
 from fxpar.search.rounds import Rounds
 from fxpar.search.verify import VerifiedPlan, order_of
 
+ROUNDS = "the plan of rounds"
 BAR = 24  # columns of the longest bar
+LOOKS = 200  # for garbage among what is new; a search for one size of mini-batches takes fewer
 
 
 def run_plan(request: PlanRequest) -> None:
@@ -44,7 +47,8 @@ def run_plan(request: PlanRequest) -> None:
     elif request.cost == "galvatron":
         run_plan_galvatron(_galvatron(request))
     else:
-        _run(request)
+        with collector_of_new(LOOKS):
+            _run(request)
 
 
 def _write_imported(request: PlanRequest, path: str, output: str) -> None:
@@ -89,29 +93,29 @@ def _run(request: PlanRequest) -> None:
     lengths = read_lengths(request.lengths or "", request.seed, request.tokenizer)
     cluster = _cluster(request)
     if request.verify is not None:
-        check_verify(request.verify, cluster.world, request.source.is_file)
+        check_verify(request.verify, cluster.world, request.source.is_file, request.cluster)
     memory = request.memory_bytes or cluster.sustained.memory_bytes
     tried = _sizes(request, cluster, int(lengths.max()))
     with working() as status, collected_warnings([]):
         status.update(f"capturing {request.source.model}")
         model = Shallow(request.source)
-        model.require_sequences(int(lengths.max()), "a plan is")
+        model.require_sequences(int(lengths.max()), "a plan is", request.tokenizer)
         problem_of_size = functools.partial(_problem, request, model, cluster, lengths, memory)
         rated = rated_sizes(tried, problem_of_size, model.lower, model.outlines, status.update)
         taken = smallest_near(rated)
         problem, found, tokens = taken.problem, taken.found, taken.tokens_per_step
         planned = planned_for(request.source.model, request.source.options, tokens, problem, model.rows)
-        plans = [planned.plan(found, one) for one in found.plans]
         routes = model.routes(name for one in found.plans for name in one.strategies)
         notes = model.notes(name for one in found.plans for name in (one.usual or one).strategies)
+        names, sets = _choices(found, request.verify)
         runs: list[VerifiedPlan] = []
         if request.verify is not None:
-            status.update(f"running {len(plans[: request.verify])} plans on {cluster.world} ranks")
-            runs = verified(_job(request, problem, found, plans[: request.verify]))
+            status.update(f"running {len(sets)} plans on {cluster.world} ranks")
+            runs = verified(_job(request, problem, found, [planned.plan(found, one) for one in sets]))
     fastest = order_of([run.measured_s for run in runs])[0] if runs else 0
     if request.output is not None:
-        said = [*remarks(found, request.output, fastest), *_measured(runs, fastest)]
-        write_output(request.output, plans[fastest].to_toml(said))
+        said = [*remarks(found, request.output, sets[fastest]), *_measured(runs, fastest)]
+        write_output(request.output, planned.plan(found, sets[fastest]).to_toml(said))
     show_notes(notes)
     more = {"notes": notes, "routes": routes} | ({"verified": verified_json(runs)} if runs else {})
     if write_json(request.json, document(found, tokens) | sizes_json(rated) | more):
@@ -122,10 +126,17 @@ def _run(request: PlanRequest) -> None:
         if request.tokens_per_step is None:
             show_sizes(console, rated, taken)
         if runs:
-            show_verified(console, runs)
+            show_verified(console, runs, names)
         if request.output is not None:
             how = ", the fastest as measured," if runs else ""
-            console.print(f"plan {fastest + 1}{how} is in {request.output}", markup=False)
+            console.print(f"{names[fastest]}{how} is in {request.output}", markup=False)
+
+
+def _choices(found: Found, most: int | None) -> tuple[list[str], list[PricedSet]]:
+    """What plans are called, and their sets, best first: at most so many, and rounds of teams where these take less."""
+    sets = list(found.plans[:most])
+    names = [f"plan {number}" for number in range(1, len(sets) + 1)]
+    return ([ROUNDS, *names], [found.best, *sets]) if found.rounds_win else (names, sets)
 
 
 def _sizes(request: PlanRequest, cluster: ClusterSpec, longest: int) -> tuple[int, ...]:
@@ -183,9 +194,9 @@ def _cluster(request: PlanRequest) -> ClusterSpec:
     return cluster
 
 
-def remarks(found: Found, path: str, number: int) -> list[str]:
-    """Comments of a plan file: what plan `number`, from 0 on, is predicted to win, and how to train with it."""
-    static, plan = found.best_static, found.plans[number]
+def remarks(found: Found, path: str, plan: PricedSet) -> list[str]:
+    """Comments of a plan file: what a plan is predicted to win, and how to train with it."""
+    static = found.best_static
     speedup = static.predicted_s / plan.predicted_s
     faster = f"predicted: {speedup:.2f} times as fast as the best single strategy, {static.strategies[0]}"
     alone = f"predicted: no set of strategies is faster than {static.strategies[0]} alone"
@@ -209,8 +220,14 @@ def document(found: Found, tokens_per_step: int) -> dict[str, Any]:
         "pruned": found.pruned,
         "planned_sets": found.planned_sets,
         "refused": found.refused,
-        "rounds": found.rounds and found.rounds.to_json(),
+        "rounds": found.rounds and _rounds_json(found, found.rounds),
     }
+
+
+def _rounds_json(found: Found, rounds: Rounds) -> dict[str, Any]:
+    """`speedup` is over the best set."""
+    speedup = found.plans[0].predicted_s / rounds.priced.predicted_s
+    return set_json(rounds.priced) | rounds.to_json() | {"better": found.rounds_win, "speedup": speedup}
 
 
 def _show(console: Console, request: PlanRequest, taken: RatedSize) -> None:
@@ -240,7 +257,7 @@ def _show(console: Console, request: PlanRequest, taken: RatedSize) -> None:
         f"\nbest single strategy: {static.strategies[0]}, {human_seconds(static.predicted_s)}{gain}", markup=False
     )
     if request.rounds:
-        console.print(_rounds(found.rounds), markup=False)
+        console.print(_rounds(found), markup=False)
     if problem.rules:
         console.print(_won(found), markup=False)
         console.print(
@@ -261,14 +278,15 @@ def _show(console: Console, request: PlanRequest, taken: RatedSize) -> None:
         console.print(f"refused: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}: {why}", markup=False)
 
 
-def _rounds(found: Rounds | None) -> str:
-    """What to write for the longest sequences."""
-    if found is None:
+def _rounds(found: Found) -> str:
+    """What to write for the longest sequences, and whether that is faster than the best set."""
+    one = found.rounds
+    if one is None:
         return "rounds of teams: no strategy with one replica on all devices holds the longest sequence"
-    took = human_seconds(found.priced.predicted_s)
-    return (
-        f'rounds of teams: {found.limit} = "{found.text}", token budget {found.token_budget:,}: {took} per mini-batch'
-    )
+    took, ratio = human_seconds(one.priced.predicted_s), one.priced.predicted_s / found.plans[0].predicted_s
+    than = f"{1 - ratio:.1%} less than plan 1" if found.rounds_win else f"{ratio - 1:.1%} more than plan 1"
+    text = f'{one.limit} = "{one.text}", token budget {one.token_budget:,}'
+    return f"rounds of teams: {text}: {took} per mini-batch, {than}"
 
 
 def _won(found: Found) -> str:

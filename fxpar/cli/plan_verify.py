@@ -32,6 +32,7 @@ from fxpar.errors import PlanOptionError
 from fxpar.models import load
 from fxpar.models.loaded import LoadedModel
 from fxpar.models.options import parse_assignments
+from fxpar.profiling.record import check_measured
 from fxpar.search.plan_file import Plan, parse_plan
 from fxpar.search.verify import Factors, StepSeconds, VerifiedPlan, order_of, refit
 from fxpar.train.config import OptimizerConfig
@@ -78,14 +79,18 @@ def kind_here(world: int) -> str:
     return "cuda" if torch.cuda.device_count() >= world else "cpu"
 
 
-def check_verify(count: int, world: int, is_file: bool) -> None:
-    """Find out before the search that plans cannot run here. Raises PlanOptionError."""
+def check_verify(count: int, world: int, is_file: bool, cluster: str | None) -> None:
+    """Find out before the search that plans cannot run here, or that the figures of the file `cluster` were measured
+    on another device. Raises PlanOptionError, MeasuredElsewhereError.
+    """
     cores, devices = os.cpu_count() or 1, torch.cuda.device_count()
     if world > max(RANKS_PER_CORE * cores, devices):
         why = f"plans for {world:,} ranks cannot run on this machine, which has {cores} cores and {devices} GPUs"
         raise PlanOptionError("--verify", count, why)
     if is_file:
         raise PlanOptionError("--verify", count, "a graph file has no weights to run; name its model")
+    if cluster is not None:
+        check_measured(cluster, torch.device(kind_here(world)))
 
 
 def verified(job: VerifyJob) -> list[VerifiedPlan]:
@@ -96,31 +101,31 @@ def verified(job: VerifyJob) -> list[VerifiedPlan]:
     run_ranks(job.world, words, folder / "logs", quiet=True)
     found = json.loads((folder / MEASURED).read_text(encoding="utf-8"))
     shutil.rmtree(folder, ignore_errors=True)
-    return [VerifiedPlan(number, tuple(StepSeconds(*step) for step in steps)) for number, steps in enumerate(found, 1)]
+    return [VerifiedPlan(tuple(StepSeconds(*step) for step in steps)) for steps in found]
 
 
-def show_verified(console: Console, plans: Sequence[VerifiedPlan]) -> None:
-    """Predicted beside measured, what the refit changes, and whether the order changes."""
+def show_verified(console: Console, plans: Sequence[VerifiedPlan], names: Sequence[str]) -> None:
+    """Predicted beside measured, what the refit changes, and whether the order changes; plans have `names`."""
     factors = refit(plans)
     rows = [
         (
-            f"plan {plan.number}",
+            name,
             human_seconds(plan.predicted_s),
             human_seconds(plan.measured_s),
             f"{plan.measured_s / plan.predicted_s:.3g}",
             human_seconds(plan.refitted_s(factors)),
             f"{plan.refitted_s(factors) / plan.measured_s - 1:+.1%}",
         )
-        for plan in plans
+        for name, plan in zip(names, plans, strict=True)
     ]
     console.print()
     titles = ("", "predicted", "measured", "ratio", "refitted", "error")
     print_table(console, titles, rows, right=(1, 2, 3, 4, 5))
-    for line in verdict(plans, factors):
+    for line in verdict(plans, factors, names):
         console.print(line, markup=False)
 
 
-def verdict(plans: Sequence[VerifiedPlan], factors: Factors) -> list[str]:
+def verdict(plans: Sequence[VerifiedPlan], factors: Factors, names: Sequence[str]) -> list[str]:
     """What changed, in words."""
     if len(factors.fitted) == 2:
         fit = f"compute takes {factors.compute:.3g} times the predicted time, links {factors.link:.3g} times"
@@ -134,8 +139,8 @@ def verdict(plans: Sequence[VerifiedPlan], factors: Factors) -> list[str]:
         order = order_of(seconds)
         if len(plans) > 1:
             stays = order == list(range(len(plans)))
-            names = ", ".join(str(plans[index].number) for index in order)
-            lines.append(f"order {what}: " + ("as predicted" if stays else f"plans {names}, fastest first"))
+            ordered = ", ".join(names[index] for index in order)
+            lines.append(f"order {what}: " + ("as predicted" if stays else f"{ordered}, fastest first"))
     return lines
 
 

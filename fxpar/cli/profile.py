@@ -20,11 +20,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from fxpar.cli.console import Work, print_table, stderr_console, stdout_console, working
 from fxpar.cli.request import check_replaced, replace_output, to_json, write_output
 from fxpar.cli.run_commands import ProfileRequest
-from fxpar.cost.cluster import ClusterSpec
+from fxpar.cost.cluster import VERSION, ClusterSpec
+from fxpar.cost.device import Device
 from fxpar.errors import ProfileError
 from fxpar.profiling.kept import Kept
 from fxpar.profiling.points import Point, measured
-from fxpar.profiling.record import VERSION, described, device_name, file_content
+from fxpar.profiling.record import described, device_name, file_content
 from fxpar.profiling.trials import device_series, link_series
 from fxpar.train.launch import run_ranks
 from fxpar.train.preflight import RANKS_PER_CORE
@@ -158,8 +159,8 @@ def shown(cluster: ClusterSpec, points: Sequence[Point]) -> list[tuple[str, str,
     rows = [
         (
             f"products in {name}",
-            f"{float(device.flops_per_s(getattr(torch, name))) / 1e12:.4g} TFLOP/s",
-            f"matrices up to {width:,} wide",
+            " and ".join(_tflops(half, name) for half in (device, device.in_backward)) + " TFLOP/s",
+            f"forward and backward, matrices up to {width:,} wide",
         )
         for name, width in widest.items()
     ]
@@ -171,3 +172,7 @@ def shown(cluster: ClusterSpec, points: Sequence[Point]) -> list[tuple[str, str,
     how = "per collective and message" if levels & {"intra", "inter"} else "usual figure, not measured"
     rows.append(("latency", f"{cluster.latency_us:g} µs", how))
     return rows
+
+
+def _tflops(device: Device, name: str) -> str:
+    return f"{float(device.flops_per_s(getattr(torch, name))) / 1e12:.4g}"

@@ -70,7 +70,9 @@ class RoundsRequest:
     degrees: Annotated[
         str | None,
         typer.Option(
-            metavar="N,...", help="Devices that a team may have; default: all powers of two.", show_default=False
+            metavar="N,...",
+            help="Devices that a team may have; default: all powers of two, with MODEL all divisors of --devices.",
+            show_default=False,
         ),
     ] = None
     memory: Annotated[
@@ -116,9 +118,14 @@ class RoundsRequest:
 
     @property
     def team_degrees(self) -> tuple[int, ...]:
-        """Those of `--degrees`, or all powers of two, from `--min-degree` on."""
+        """Those of `--degrees`, or all powers of two, from `--min-degree` on; of a model, whose teams are priced as
+        replicas on all devices, all divisors.
+        """
         if self.degrees is not None:
             return tuple(sorted({degree for one in self.degrees.split(",") if (degree := int(one)) >= self.min_degree}))
+        if self.source.model:
+            some = range(self.min_degree, self.devices + 1)
+            return tuple(degree for degree in some if self.devices % degree == 0)
         powers = (2**power for power in range(self.devices.bit_length()))
         return tuple(degree for degree in powers if degree >= self.min_degree)
 

@@ -43,7 +43,7 @@ def model_teams(
     with collected_warnings([]):
         said(f"capturing {request.source.model}")
         model = Shallow(request.source)
-        model.require_sequences(longest, "rounds are")
+        model.require_sequences(longest, "rounds are", request.tokenizer)
         heads = kv_heads(model.rows(model.depth.samples(1)[0]))
         if request.strategy is None and heads is not None:
             *_, asked = with_rings([asked], heads)

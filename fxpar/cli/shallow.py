@@ -13,7 +13,7 @@ from fxpar.cli.cache import recorded
 from fxpar.cli.console import human_bytes, human_seconds
 from fxpar.cli.options import GraphSource
 from fxpar.cli.source import read_rows
-from fxpar.errors import PlanOptionError
+from fxpar.errors import PlanOptionError, VocabularyError
 from fxpar.ir.graph import LogicalGraph
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.printer import without_folders
@@ -62,16 +62,24 @@ class Shallow:
         """Names of what the graph takes."""
         return {info.fqn for info in self.rows(self.depth.samples(1)[0]).inputs}
 
-    def require_sequences(self, longest: int, purpose: str) -> None:
+    def require_sequences(self, longest: int, purpose: str, tokenizer: str | None) -> None:
         """Raises PlanOptionError for a model that takes no sequences of tokens, or none of `longest`, as its positions
-        end before; those of a Hugging Face model are made as many as a run needs.
+        end before; those of a Hugging Face model are made as many as a run needs. VocabularyError for a tokenizer, a
+        file, that has more ids than the model has rows for them.
         """
         graph = self.rows(self.depth.samples(1)[0])
         if "input_ids" not in {info.fqn for info in graph.inputs}:
             why = f"its batch has no input_ids, and {purpose} for sequences of tokens. "
             why += "Models of other batches are planned as tasks: fxpar tasks plan FILE.toml"
             raise PlanOptionError("MODEL", self._model, why)
-        positions = id_limits(graph).get("position_ids")
+        limits = id_limits(graph)
+        tokens, positions = limits.get("input_ids"), limits.get("position_ids")
+        if tokenizer is not None and tokens is not None:
+            from fxpar.data import load_tokenizer
+
+            size = load_tokenizer(tokenizer).vocab_size
+            if size > tokens.rows:
+                raise VocabularyError(tokenizer, size, tokens.rows)
         if positions is not None and positions.rows < longest and not self._model.startswith("hf:"):
             why = f"{positions.table} has {positions.rows:,} positions, and the longest sequence {longest:,} tokens"
             raise PlanOptionError("MODEL", self._model, f"{why}. Give it more positions, or name shorter --lengths")

@@ -34,7 +34,7 @@ def run_simulate(request: SimulateRequest) -> None:
     with working() as status, collected_warnings([]):
         status.update(f"capturing {source.model}")
         model = Shallow(source)
-        model.require_sequences(int(lengths.max()), "a set is priced")
+        model.require_sequences(int(lengths.max()), "a set is priced", request.tokenizer)
         pricer = SetPricer(
             cluster,
             model.depth,

@@ -25,6 +25,7 @@ from fxpar.errors import (
 )
 from fxpar.ir.columns import human_bytes
 from fxpar.ir.printer import without_folders
+from fxpar.ir.teams import formations
 from fxpar.search.plan_file import Plan, read_plan
 from fxpar.viz.page import page_html
 
@@ -87,7 +88,8 @@ def _planned(request: VizRequest) -> tuple[VizRequest, Plan | None]:
         raise PlanFileError(source.model, why, "If you know the function, and who wrote the plan, add --trust-plan")
     plan.check(source.model, plan.model, plan.options, source.world)
     source = replace(source, model=plan.model, options=plan.options)
-    return replace(request, source=source, strategies=tuple(group.strategy for group in plan.groups)), plan
+    named = dict.fromkeys(str(one) for group in plan.groups for one in formations(group.strategy))
+    return replace(request, source=source, strategies=tuple(named)), plan
 
 
 def _said(plan: Plan) -> list[str]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fxpar.batching import length_groups
 from fxpar.cli.commands import VizRequest
 from fxpar.cli.request import write_output
 from fxpar.cli.source import (
@@ -57,10 +58,7 @@ def views_of(
     request: VizRequest, cluster: ClusterSpec | None, plan: Plan | None, say: Callable[[str], object]
 ) -> list[Viewed]:
     """One for each strategy, or the one of a graph file."""
-    budgets: dict[str, int] = {}
-    for group in plan.groups if plan else ():
-        name = str(Strategy.parse(group.strategy))
-        budgets[name] = max(group.token_budget, budgets.get(name, 0))
+    budgets = {} if plan is None else _budgets(plan)
     source = request.source
     strategies = apart(strategies_of(source, request.strategy_texts))
     for strategy in strategies:
@@ -91,6 +89,17 @@ def views_of(
         view = Viewed(text, graph, stored=stored, cluster=cluster, sizes=sizes, micro_batches=request.micro_batches)
         views.append(replace(view, tflops=request.tflops))
     return views
+
+
+def _budgets(plan: Plan) -> dict[str, int]:
+    """Most tokens of a micro-batch by strategy; of rounds by formation."""
+    found: dict[str, int] = {}
+    for one in plan.groups:
+        groups = length_groups({one.limit: one.strategy}, world=plan.world, token_budget={one.limit: one.token_budget})
+        for group in groups:
+            name = str(group.strategy)
+            found[name] = max(group.token_budget, found.get(name, 0))
+    return found
 
 
 def _check_ranks(strategy: Strategy) -> None:

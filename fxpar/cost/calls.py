@@ -28,7 +28,7 @@ from torch import fx
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.device import Device
 from fxpar.cost.links import crosses_nodes, exchange, one_each, ring
-from fxpar.cost.ops import SizesOf, flops, is_kernel, is_plain, local_metas, touched, touched_bytes
+from fxpar.cost.ops import SizesOf, flops, in_backward, is_kernel, is_plain, local_metas, touched, touched_bytes
 from fxpar.cost.overlap import Link, exposed_s
 from fxpar.cost.polynomial import Polynomial, fitted, sent_bytes, sizes_of
 from fxpar.ir.exec_graph import Communication, Part, Program, collective_kind
@@ -85,11 +85,16 @@ def busy_s(node: fx.Node, shape: SizesOf, cluster: ClusterSpec) -> Fraction:
         return math.prod(shape(sent)) * sent.dtype.itemsize / cluster.bytes_per_s(between=False)
     if not is_kernel(node):
         return Fraction(0)
-    work, device = flops(node, shape), cluster.sustained
+    work, device = flops(node, shape), _device(node, cluster)
     if work:
         dtype = _dtype(node)
         return work / (device.attention_flops_per_s(dtype) if is_attention(node.target) else device.flops_per_s(dtype))
     return touched_bytes(node, shape) / device.bytes_per_s
+
+
+def _device(node: fx.Node, cluster: ClusterSpec) -> Device:
+    """What computes a call, as its half of a step has it."""
+    return cluster.sustained.in_backward if in_backward(node) else cluster.sustained
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
@@ -170,9 +175,10 @@ class _Walk:
         return nbytes * per_byte_s + Polynomial(latency_s), nbytes
 
     def _kernel(self, part: str, node: fx.Node) -> NodeCost:
-        key = _looks(node)
+        device, looks = _device(node, self.cluster), _looks(node)
+        key = None if looks is None else (id(device), *looks)
         if key is None or key not in self._alike:
-            found = self._called(node)
+            found = self._called(node, device)
             if key is not None:
                 self._alike[key] = found
         else:
@@ -180,15 +186,15 @@ class _Walk:
         kind, (seconds, total, work) = found
         return NodeCost(part, node.name, fqn_of(node), kind, "", is_backward(node), seconds, total, work, seconds)
 
-    def _called(self, node: fx.Node) -> tuple[Kind, tuple[Polynomial, ...]]:
+    def _called(self, node: fx.Node, device: Device) -> tuple[Kind, tuple[Polynomial, ...]]:
         """The kind of a kernel; its seconds, bytes and operations."""
         counts = tuple(flops(node, sizes) for sizes in self._samples)
         kind: Kind = "memory" if not any(counts) else "attention" if is_attention(node.target) else "product"
         kind = "host" if node.target in HOST_COPIES else kind
-        if kind == "attention" and (block := self.cluster.sustained.attention_block_of(_dtype(node))):
+        if kind == "attention" and (block := device.attention_block_of(_dtype(node))):
             counts = tuple(flops(node, sizes, block) for sizes in self._samples)
         moved = tuple(self._bytes_of(meta) for meta in touched(node))
-        device, dtype, first = self.cluster.sustained, _dtype(node), self._samples[0]
+        dtype, first = _dtype(node), self._samples[0]
         rate = device.attention_flops_per_s(dtype) if kind == "attention" else device.flops_per_s(dtype)
         sweeps, bins = SWEEPS.get(node.target, 1), _bins(node)
         return kind, _kernel_costs(kind, counts, moved, sweeps, bins, device, rate, first.tokens, first.most)

@@ -12,10 +12,12 @@ from typing import Any
 from fxpar.cost.device import CPU, GPU, Device, check_keys, check_numbers
 from fxpar.errors import ClusterError
 from fxpar.ir.strategy_text import MOST_RANKS
-from fxpar.ir.written import read
+from fxpar.ir.written import brief, read
 
 _SHIPPED = Path(__file__).parent / "clusters"
 MEASURED = "measured"  # a table of cluster files that says where the figures come from; nothing is predicted with it
+VERSION = 4  # of that table as `fxpar profile` writes it
+_OF_HALVES = ("tflops", "attention_tflops", "attention_block")  # by dtype; of the backward with "backward_" before it
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,9 @@ class ClusterSpec:
 
     def sustaining(self, tflops: float | None) -> ClusterSpec:
         """With devices of so many TFLOP/s in each dtype; as it is for None. Raises ClusterError for 0."""
-        return self if tflops is None else replace(self, device=replace(self.sustained, tflops=tflops))
+        if tflops is None:
+            return self
+        return replace(self, device=replace(self.sustained, tflops=tflops, backward_tflops=None))
 
     def with_nodes(self, nodes: int, devices_per_node: int) -> ClusterSpec:
         """So many, of the same kind: fewer ranks on a node take turns on its cores less often."""
@@ -136,9 +140,10 @@ class ClusterSpec:
         check_numbers(_numbers(values), source)
         if values["nodes"] * values["devices_per_node"] > MOST_RANKS:
             raise ClusterError(source, _too_large(values["nodes"], values["devices_per_node"]))
+        if "device" in values and not isinstance(values["device"], Mapping):
+            raise ClusterError(source, f"device = {values['device']!r} must be a table: [device]")
+        _check_version(data.get(MEASURED), values.get("device", {}), source)
         if "device" in values:
-            if not isinstance(values["device"], Mapping):
-                raise ClusterError(source, f"device = {values['device']!r} must be a table: [device]")
             values["device"] = Device.from_dict(values["device"], source)
         return cls(**values)
 
@@ -175,6 +180,26 @@ def _content(path: str | Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ClusterError(name, "is not a table of keys and values")
     return data
+
+
+def _check_version(about: Any, device: Mapping[str, Any], source: str) -> None:
+    """That a measured device has what `fxpar profile` measures. Before version 4 it measured attention forward and
+    backward together, and products once: so these figures are of both, as they are where a file has none of the
+    backward. Raises ClusterError.
+    """
+    version = about.get("version") if isinstance(about, Mapping) else None
+    if not isinstance(version, int) or version < VERSION:
+        return
+    again = f"Measure again with `fxpar profile`, or delete the table `{MEASURED}` if these are figures of your own"
+    if version > VERSION:
+        raise ClusterError(source, f"{MEASURED}.version = {brief(version)} is newer than {VERSION}. {again}")
+    for name in _OF_HALVES:
+        forward, backward = device.get(name), device.get(f"backward_{name}")
+        lacks = [key for key, table in ((name, forward), (f"backward_{name}", backward)) if table is None]
+        if isinstance(forward, Mapping) and isinstance(backward, Mapping):
+            lacks = [f"backward_{name}.{dtype}" for dtype in forward if dtype not in backward]
+        if lacks:
+            raise ClusterError(source, f"was measured, and lacks device.{', device.'.join(lacks)}. {again}")
 
 
 def _too_large(nodes: int, devices_per_node: int) -> str:

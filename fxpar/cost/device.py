@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Container, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -17,9 +18,34 @@ if TYPE_CHECKING:  # a strategy and a cluster are read without torch
 FLOATS = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _LEAST, _MOST = 1e-15, 1e15  # of any figure: what is computed with such numbers is finite
 _WHOLE = ("nodes", "devices_per_node")
-_BY_DTYPE = ("tflops", "attention_tflops", "attention_block")
-_RATES = ("tflops", "attention_tflops", "memory_gb_per_s", "cache_gb_per_s", "host_gb_per_s")
-_MAY_BE_ZERO = ("latency_us", "all_reduce_latency_us", "launch_us", "attention_block", "exposed_traffic")
+_BACKWARD = "backward_"  # begins the key of a figure that the backward has of its own
+_BY_HALF = ("tflops", "attention_tflops", "attention_block", "exposed_traffic")
+_BY_DTYPE = (
+    "tflops",
+    "attention_tflops",
+    "attention_block",
+    "backward_tflops",
+    "backward_attention_tflops",
+    "backward_attention_block",
+)
+_RATES = (
+    "tflops",
+    "attention_tflops",
+    "backward_tflops",
+    "backward_attention_tflops",
+    "memory_gb_per_s",
+    "cache_gb_per_s",
+    "host_gb_per_s",
+)
+_MAY_BE_ZERO = (
+    "latency_us",
+    "all_reduce_latency_us",
+    "launch_us",
+    "attention_block",
+    "exposed_traffic",
+    "backward_attention_block",
+    "backward_exposed_traffic",
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +61,9 @@ class Device:
     more than it sees.
     Of what products and attention read and write, the share `exposed_traffic` takes time beside their arithmetic: none
     on a GPU, whose threads wait for memory in turns.
+
+    These four are of the forward, and `backward_tflops`, `backward_attention_tflops`, `backward_attention_block` and
+    `backward_exposed_traffic` the same of the backward (`fxpar.cost.ops.in_backward`); None: as in the forward.
 
     Tensors of up to `cache_mb` (1e6 bytes) are read and written at `cache_gb_per_s`; None: all at `memory_gb_per_s`.
 
@@ -62,6 +91,10 @@ class Device:
     exposed_traffic: float = 0.0
     host_gb_per_s: float = 25.0
     overlap_slowdown: float | None = None
+    backward_tflops: float | Mapping[str, float] | None = field(default=None, hash=False)
+    backward_attention_tflops: float | Mapping[str, float] | None = field(default=None, hash=False)
+    backward_attention_block: float | Mapping[str, float] | None = field(default=None, hash=False)
+    backward_exposed_traffic: float | None = None
 
     def __post_init__(self) -> None:
         check_numbers(self.to_json(), "description", "device.")
@@ -71,6 +104,13 @@ class Device:
             )
         if (self.cache_mb is None) != (self.cache_gb_per_s is None):
             raise ClusterError("description", "device.cache_mb and device.cache_gb_per_s belong together: give both")
+
+    @functools.cached_property
+    def in_backward(self) -> Device:
+        """As the backward has it: with the backward's figures for the forward's; itself where they are the same."""
+        own = {name: getattr(self, _BACKWARD + name) for name in _BY_HALF}
+        given = {name: value for name, value in own.items() if value is not None}
+        return replace(self, **given, **{_BACKWARD + name: None for name in given}) if given else self
 
     def flops_per_s(self, dtype: torch.dtype) -> Fraction:
         """Operations per second of products in `dtype`. One that the table lacks counts as the next wider one, in which

@@ -19,7 +19,7 @@ from torch import fx
 from fxpar.errors import CostModelError, OpContractError
 from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import Size, TensorMeta
-from fxpar.ir.node_meta import local_meta
+from fxpar.ir.node_meta import is_gradient, local_meta
 from fxpar.ir.pass_base import tensor_operands
 from fxpar.ops.recurrence import CHUNK, CHUNK_BY_ROW
 from fxpar.ops.traits import (
@@ -43,6 +43,8 @@ from fxpar.ops.traits import (
 aten = torch.ops.aten
 # Five products instead of two (Dao, "FlashAttention-2", arXiv 2307.08691, section 4.1).
 _BACKWARD_FACTOR = Fraction(5, 2)
+# Ops and their gradients -> a position, which is behind that of the gradient.
+_GRADIENTS = ATTENTION | RING_STEPS | RECURRENCES
 # Calls that do nothing on the device, besides views.
 _NO_KERNEL = {operator.getitem, torch.ops._c10d_functional.wait_tensor.default}
 Shape = tuple[int, ...]
@@ -92,6 +94,12 @@ def flops(node: fx.Node, shape: SizesOf, block: float = 0) -> Fraction | int:
         return _hashes(node, shape)
     count = declared(node.target).flops
     return 0 if count is None else _declared(node, count, shape)
+
+
+def in_backward(node: fx.Node) -> bool:
+    """Whether a kernel has the figures of `Device.in_backward`: not what is recomputed there."""
+    position = _GRADIENTS.get(node.target)  # type: ignore[arg-type]
+    return is_gradient(node) if position is None else position > 0
 
 
 def is_plain(target: Any) -> bool:

@@ -35,6 +35,7 @@ NodeMeta = TypedDict(
         "fused": int,  # how many collectives travel in this one
         "buffer": str,  # FQN of the buffer that this value is written to
         "chunk": int,  # the loss runs in chunks of tokens: of which this is a part, or the result of all
+        "gradient": bool,  # of a part of such a chunk: does what only a backward does, although it runs in the forward
         "ep_chunk": int,  # ids of experts: of which chunk of a layer's tokens
         "again": bool,  # computed a second time, in the backward, or fetched there from the host
         "host": bool,  # the value lies in memory of the host
@@ -133,6 +134,11 @@ def source_of(node: fx.Node) -> str | None:
 
 def is_backward(node: fx.Node) -> bool:
     return bool(node.meta.get("backward"))
+
+
+def is_gradient(node: fx.Node) -> bool:
+    """Whether it does what only a backward does: in the backward, but not a second time, or in a chunk of the loss."""
+    return bool(node.meta.get("gradient")) or (is_backward(node) and not is_again(node))
 
 
 def is_again(node: fx.Node) -> bool:

@@ -34,6 +34,7 @@ _META = (
     "again",
     "host",
     "chunk",
+    "gradient",
     "ep_chunk",
     "experts",
     "reader",

@@ -5,12 +5,12 @@ the formations of rounds, all teams that the ranks of a strategy can be cut into
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
-from fxpar.errors import StrategySyntaxError, TeamsGatherError
+from fxpar.errors import DegreeError, StrategySyntaxError, TeamsGatherError
 from fxpar.ir.axes import BINS, REPLICAS, ROLE_AXES, USES
 from fxpar.ir.module_rules import split_outside
 from fxpar.ir.strategy import SINGLE, Strategy
@@ -84,16 +84,16 @@ def formations(choice: Strategy | str) -> tuple[Strategy, ...]:
     """The strategies that a group may run under: the one that `choice` is, or all of `rounds(...)`: the ways to cut the
     ranks of the widest team into teams. Those with a widest team come first.
 
-    `rounds(cp8)`, `rounds(cp8, 2)`: a team is that strategy on a power of two ranks, at least so many as the second
-    number says (default 1); its axes are cut from the outermost on. `rounds(cp2.tp2+sp, tp2+sp+chunks(2), dp1+remat)`:
-    a team runs one of these, whatever they are, on as many ranks as it has. Of several with equally many ranks, teams
-    of a formation run the same one.
+    `rounds(cp8)`, `rounds(cp8, 2)`: a team is that strategy on a number of ranks that divides its own, at least so many
+    as the second number says (default 1); from the innermost axis on, each keeps what its degree has in common with the
+    ranks that are left. `rounds(cp2.tp2+sp, tp2+sp+chunks(2), dp1+remat)`: a team runs one of these, whatever they are,
+    on as many ranks as it has. Of several with equally many ranks, teams of a formation run the same one.
 
-    Teams stand in descending order and their sizes divide each other, so each begins at a multiple of its size; equal
-    ones are written as replicas, pipelines one by one.
+    Each team begins at a multiple of its size where an order of the teams allows it, descending sizes first; else they
+    descend. Equal ones behind each other are written as replicas, pipelines one by one.
 
     Raises StrategySyntaxError for other texts, for a single strategy with axes that do not stay inside of a replica,
-    for several that are no teams, and for too many formations.
+    for several that are no teams or that no formation has, and for too many formations.
     """
     if isinstance(choice, Strategy):
         return (choice,)
@@ -104,7 +104,8 @@ def formations(choice: Strategy | str) -> tuple[Strategy, ...]:
     if not others or (len(others) == 1 and others[0].isdecimal()):
         widest, least = Strategy.parse(first), int(others[0] if others else 1)
         _check_axes(choice, widest, least)
-        by_size = {size: [_narrowed(widest, size)] for size in _halves(widest.world, least)}
+        sizes = (size for size in range(widest.world, least - 1, -1) if widest.world % size == 0)
+        by_size = {size: [_narrowed(widest, size)] for size in sizes}
     else:
         by_size = _by_size(choice, [Strategy.parse(text) for text in (first, *others)])
     made = tuple(itertools.islice(_formations(by_size), MOST_FORMATIONS + 1))
@@ -139,11 +140,13 @@ def is_rounds(text: str) -> bool:
 
 def replicas_of_ranks(widest: Strategy, sizes: Iterable[int]) -> dict[int, Strategy]:
     """By size: as many replicas of so many ranks as all ranks of `widest` are, each that strategy on fewer ranks, as in
-    `formations`. Raises StrategySyntaxError, as that does.
+    `formations`. Raises StrategySyntaxError, as that does, and DegreeError for a size that does not divide all ranks.
     """
     found = {}
     for size in sizes:
         _check_axes(str(widest), widest, size)
+        if widest.world % size:
+            raise DegreeError(size, f"its teams are priced as replicas on all {widest.world} ranks; take a divisor")
         (found[size],) = _copies(_narrowed(widest, size), widest.world // size)
     return found
 
@@ -154,16 +157,8 @@ def _check_axes(text: str, widest: Strategy, least: int) -> None:
         known = ", ".join(name for name in ROLE_AXES if name != BINS)
         why = f"what is cut into teams is one strategy of the axes {known}, each in one place, without rules"
         raise StrategySyntaxError(text, str(widest), why)
-    degrees = (*(degree for _, degree in widest.axes), least)
-    if any(degree < 1 or degree & (degree - 1) for degree in degrees) or least > widest.world:
-        why = f"its degrees, and the {least} ranks that a team has at least, must be powers of two up to {widest.world}"
-        why += "; for others name a strategy for each size, such as rounds(cp6, cp3, dp1)"
-        raise StrategySyntaxError(text, text, why)
-
-
-def _halves(ranks: int, least: int) -> list[int]:
-    """From so many ranks down to the least, half as many each."""
-    return [ranks >> power for power in range(ranks.bit_length()) if ranks >> power >= least]
+    if not 1 <= least <= widest.world:
+        raise StrategySyntaxError(text, text, f"a team has from 1 to {widest.world} ranks, not {least}")
 
 
 def _by_size(text: str, written: Sequence[Strategy]) -> dict[int, list[Strategy]]:
@@ -173,10 +168,12 @@ def _by_size(text: str, written: Sequence[Strategy]) -> dict[int, list[Strategy]
         if one.teams or one.replicas > 1:
             raise StrategySyntaxError(text, str(one), f"a team is one replica, without teams and {REPLICAS} axes")
         by_size.setdefault(one.world, []).append(one)
-    for wide, narrow in pairwise(by_size):
-        if wide % narrow:
-            why = f"its {narrow} ranks do not divide the {wide} of {by_size[wide][0]}"
-            raise StrategySyntaxError(text, str(by_size[narrow][0]), f"{why}; every size divides the next larger one")
+    world, sizes = max(by_size), list(by_size)
+    for size in sizes:
+        if next(_partitions(world - size, sizes), None) is None:
+            why = f"teams of {', '.join(map(str, sizes))} ranks never make {world} with one of {size}"
+            why += "; name a strategy for the ranks that are left"
+            raise StrategySyntaxError(text, str(by_size[size][0]), why)
     return by_size
 
 
@@ -194,8 +191,9 @@ def _formations(by_size: Mapping[int, Sequence[Strategy]]) -> Iterator[Strategy]
     for cut in _partitions(max(by_size), list(by_size)):
         sizes = list(dict.fromkeys(cut))
         for chosen in itertools.product(*(by_size[size] for size in sizes)):
-            pairs = zip(chosen, map(cut.count, sizes), strict=True)
-            teams = tuple(team for one, count in pairs for team in _copies(one, count))
+            runs = dict(zip(sizes, chosen, strict=True))
+            behind = ((size, len(list(alike))) for size, alike in itertools.groupby(_aligned(cut)))
+            teams = tuple(team for size, count in behind for team in _copies(runs[size], count))
             yield teams[0] if len(teams) == 1 else Strategy((), teams=teams)
 
 
@@ -207,6 +205,29 @@ def _partitions(ranks: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
         if 0 < size <= ranks:
             for rest in _partitions(ranks - size, sizes[place:]):
                 yield (size, *rest)
+
+
+def _aligned(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Descending sizes in an order in which each begins at a multiple of itself: first that of descending sizes, with
+    equal ones together. As they are if there is none, such as 3 and 2. So few sets of ranks are those of a team, and
+    none stands on two nodes whose ranks the sizes divide.
+    """
+    hopeless = set[tuple[int, ...]]()  # what was left when nothing fitted: that says where the next one begins
+
+    def ordered(left: tuple[int, ...], last: int) -> tuple[int, ...] | None:
+        if not left or left in hopeless:
+            return None if left else ()
+        begins = sum(sizes) - sum(left)
+        for size in sorted(set(left), key=lambda size: (size != last, -size)):
+            if begins % size == 0:
+                place = left.index(size)
+                rest = ordered(left[:place] + left[place + 1 :], size)
+                if rest is not None:
+                    return (size, *rest)
+        hopeless.add(left)
+        return None
+
+    return ordered(sizes, 0) or sizes
 
 
 def _copies(one: Strategy, count: int) -> tuple[Strategy, ...]:
@@ -221,7 +242,7 @@ def _narrowed(widest: Strategy, ranks: int) -> Strategy:
     """The strategy on fewer ranks, with as many tokens on each."""
     axes, left = list[tuple[str, int]](), ranks
     for name, degree in reversed(widest.axes):
-        mine = min(degree, left)
+        mine = math.gcd(degree, left)
         left //= mine
         axes = [(name, mine), *axes] if mine > 1 else axes
     sp = widest.sp and any(USES[name] == "weights" for name, _ in axes)

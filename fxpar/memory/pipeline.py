@@ -15,6 +15,7 @@ from fxpar.memory.state import home_bytes
 from fxpar.memory.walk import RankPeak, rank_peak
 from fxpar.memory.workspace import Conditions
 from fxpar.schedule import Schedule, schedule, simulate
+from fxpar.schedule.mini_batch import staged_bytes
 from fxpar.switch.layout import layout_of
 
 
@@ -53,7 +54,7 @@ def pipeline_over_time(
             weight_bytes=weights,
             home_gradient_bytes=gradients,
             gradient_bytes=sum(_bytes(stage.given("grad"), dims) for stage in mine),
-            staging_bytes=min(staging_bytes, 2 * weights),
+            staging_bytes=staged_bytes(weights, staging_bytes),
             body=peak.whole,
             schedule=str(plan),
             sums_bytes=sums_bytes,

@@ -22,6 +22,7 @@ from fxpar.memory.prediction import MemoryOverTime, MemoryPrediction, RankMemory
 from fxpar.memory.series import Peak, Series
 from fxpar.memory.state import home_bytes, sums_bytes
 from fxpar.memory.workspace import Conditions
+from fxpar.schedule.mini_batch import staged_bytes
 from fxpar.switch.layout import layout_of
 
 
@@ -99,7 +100,7 @@ def memory_over_time(
         weight_bytes=layout.max_bytes(),
         home_gradient_bytes=gradients,
         gradient_bytes=sum(s.local.numel(dims) * s.local.dtype.itemsize for s in grads),
-        staging_bytes=min(staging_bytes, 2 * layout.max_bytes()) if program.strategy.world > 1 else 0,
+        staging_bytes=staged_bytes(layout.max_bytes(), staging_bytes) if program.strategy.world > 1 else 0,
         body=series.peak,
         sums_bytes=sums,
         tokens=tokens_of(program.inputs, dims),
@@ -114,7 +115,7 @@ def _teams_over_time(program: TeamsGraph, sizes: Mapping[str, int], sums: int, *
     masters, optimizer, gradients = home_bytes(program)
     weights = layout_of(program).max_bytes()
     home = {"master_bytes": masters, "optimizer_bytes": optimizer, "home_gradient_bytes": gradients, "sums_bytes": sums}
-    home["staging_bytes"] = min(asked["staging_bytes"], 2 * weights)
+    home["staging_bytes"] = staged_bytes(weights, asked["staging_bytes"])
     budgets = team_budgets(program.strategy, sizes.get(TOKENS, 0))
     ranks: list[RankMemory] = []
     for number, (team, tokens) in enumerate(zip(program.teams, budgets, strict=True)):

@@ -16,16 +16,17 @@ from fxpar.profiling.kept import Kept
 ROUNDS, MOST_RUNS = 3, 1000
 LEAST_TRIALS = 3  # of a series: a line or a curve goes through them
 BESIDE = "product beside gathers"
+BACKWARD = "backward "  # begins the kind of what only a backward does
 SLOW = 10  # times what a point is given: no trial takes longer but the first, so that an emulated dtype holds nobody up
 
 
 @dataclass(frozen=True)
 class Point:
-    """`seconds` is a median. `kind` is product, thin product, attention, copy, add, host copy, launch, send,
-    all_reduce, all_gather, reduce_scatter, or a product beside gathers; `of` the dtype of a product, "memory",
-    "both ways", "kernel", or the level of links: "intra" (a node) or "inter". `size` is the width of (square) matrices,
-    the tokens of a document or the bytes of a tensor, `amount` the operations, the bytes read and written, or those
-    that a rank sends.
+    """`seconds` is a median. `kind` is product, thin product or attention, with BACKWARD before it or not, copy, add,
+    host copy, launch, send, all_reduce, all_gather, reduce_scatter, or a product beside gathers; `of` the dtype of a
+    product, "memory", "both ways", "kernel", or the level of links: "intra" (a node) or "inter". `size` is the width of
+    (square) matrices, the tokens of a document or the bytes of a tensor, `amount` the operations, the bytes read and
+    written, or those that a rank sends.
     """
 
     kind: str
@@ -52,7 +53,7 @@ class Trial:
     def words(self) -> str:
         """For who waits: `product in float32, 1,024 wide`, `all-reduce inside a node, 4,096 bytes`."""
         what = f"{self.kind.replace('_', '-')} {_OF.get(self.of, f'in {self.of}')}"
-        return what + _SIZES.get(self.kind, ", {:,} bytes").format(self.size)
+        return what + _SIZES.get(self.kind.split()[-1], ", {:,} bytes").format(self.size)
 
 
 _OF = {
@@ -61,9 +62,8 @@ _OF = {
     "intra": "inside a node",
     "kernel": "of a kernel",
 }
-_SIZES = {
+_SIZES = {  # by the last word of a kind
     "product": ", {:,} wide",
-    "thin product": ", {:,} wide",
     "attention": ", {:,} tokens",
     "launch": "",
 }

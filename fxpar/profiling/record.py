@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from fxpar.cost.cluster import MEASURED, ClusterSpec, measured_on, ranks_per_core, usual_cluster
+from fxpar.cost.cluster import MEASURED, VERSION, ClusterSpec, measured_on, ranks_per_core, usual_cluster
 from fxpar.cost.device import GPU, Device
 from fxpar.errors import MeasuredElsewhereError
-from fxpar.profiling.points import BESIDE, LEAST_TRIALS, Point
+from fxpar.profiling.points import BACKWARD, BESIDE, LEAST_TRIALS, Point
 from fxpar.profiling.trials import THIN_ROWS
 
-VERSION = 3  # of the table MEASURED
 FASTER = 1.5  # than memory: what a cache must be to count as one
 FLAT = 1.5  # times as long, at the least, is what several times the tokens take where a device is busy
 
@@ -69,24 +68,33 @@ def described(points: Sequence[Point], device: torch.device, nodes: int, world: 
 
 def _device(points: Sequence[Point], device: torch.device, local_world: int, threads: int) -> Device:
     by_kind = {point.kind: [one for one in points if one.kind == point.kind] for point in points}
-    dtypes = dict.fromkeys(point.of for point in by_kind["product"])
-    best = {
-        name: max(point.amount / point.seconds for point in by_kind["product"] if point.of == name) for name in dtypes
-    }
     rates = memory_rates([*by_kind["copy"], *by_kind["add"]])
-    attention = {name: fitted_attention([one for one in by_kind["attention"] if one.of == name]) for name in dtypes}
+    forward, backward = (_half(by_kind, half, rates["memory_gb_per_s"] * 1e9) for half in ("", BACKWARD))
     return Device(
-        tflops={name: _short(rate / 1e12) for name, rate in best.items()},
+        **forward,
+        **{f"backward_{name}": figure for name, figure in backward.items()},
         launch_us=_short(_launch_s(by_kind, device) * 1e6),
         memory_gb=_short(memory_bytes(device, local_world) / 1e9),
-        attention_tflops={name: _short(rate / 1e12) for name, (rate, _) in attention.items()},
-        attention_block={name: _short(block) for name, (_, block) in attention.items()},
         shared_by=ranks_per_core(local_world, threads) if device.type == "cpu" else 1.0,
-        exposed_traffic=_exposed_traffic(by_kind.get("thin product", []), best, rates["memory_gb_per_s"] * 1e9),
         overlap_slowdown=_overlap_slowdown(by_kind) if device.type == "cuda" else None,
         host_gb_per_s=_short(rates["memory_gb_per_s"] / 2 if device.type == "cpu" else _host_gb_per_s(by_kind)),
         **rates,
     )
+
+
+def _half(by_kind: Mapping[str, Sequence[Point]], half: str, bytes_per_s: float) -> dict[str, Any]:
+    """Figures of `Device` for products and attention, of the forward or of the BACKWARD."""
+    products, attention = by_kind[f"{half}product"], by_kind[f"{half}attention"]
+    best: dict[str, float] = {}
+    for point in products:
+        best[point.of] = max(best.get(point.of, 0.0), point.amount / point.seconds)
+    curves = {name: fitted_attention([point for point in attention if point.of == name]) for name in best}
+    return {
+        "tflops": {name: _short(rate / 1e12) for name, rate in best.items()},
+        "attention_tflops": {name: _short(rate / 1e12) for name, (rate, _) in curves.items()},
+        "attention_block": {name: _short(block) for name, (_, block) in curves.items()},
+        "exposed_traffic": _exposed_traffic(by_kind.get(f"{half}thin product", []), best, bytes_per_s),
+    }
 
 
 def _overlap_slowdown(by_kind: Mapping[str, Sequence[Point]]) -> float | None:
@@ -127,7 +135,8 @@ def _exposed_traffic(points: Sequence[Point], best: Mapping[str, float], bytes_p
     """What thin products take beyond their operations, in the time of reading and writing all of their matrices."""
     found = []
     for point in points:
-        nbytes = (2 * THIN_ROWS + point.size) * point.size * getattr(torch, point.of).itemsize
+        products = point.amount / (2 * THIN_ROWS * point.size**2)
+        nbytes = products * (2 * THIN_ROWS + point.size) * point.size * getattr(torch, point.of).itemsize
         found.append((point.seconds - point.amount / best[point.of]) * bytes_per_s / nbytes)
     return _short(max(0.0, statistics.median(found))) if found else 0.0
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.ir.mesh import Mesh
-from fxpar.profiling.points import BESIDE, Trial
+from fxpar.profiling.points import BACKWARD, BESIDE, Trial
 from fxpar.torch_api.groups import is_gloo
 from fxpar.transport.groups import ProcessGroups
 
@@ -34,66 +34,71 @@ LEVELS = ("inter", "intra")  # links between nodes, and inside: axes of the mesh
 def device_series(
     device: torch.device, widths: Sequence[int] = WIDTHS, memory_bytes: Sequence[int] = MEMORY_BYTES
 ) -> list[Iterator[Trial]]:
-    """Products and attention in each dtype, copies and sums in memory, launches of a tiny kernel. Thin products on a
-    CPU alone: a GPU does one in less time than Python takes to start it. Copies to the host on a GPU
+    """Products and attention in each dtype, forward and backward; copies and sums in memory, launches of a tiny kernel.
+    Thin products on a CPU alone: a GPU does one in less time than Python takes to start it. Copies to the host on a GPU
     alone.
     """
     made: list[Iterator[Trial]] = []
     for name in DTYPES:
-        thin = [_thin_products(device, name)] if device.type == "cpu" else []
-        made += [_products(device, name, widths), *thin, _attention(device, name)]
+        for half in ("", BACKWARD):
+            thin = [_thin_products(device, name, half)] if device.type == "cpu" else []
+            made += [_products(device, name, widths, half), *thin, _attention(device, name, half)]
     made += [_copies(device, memory_bytes), _sums(device, memory_bytes), _launches(device)]
     return [*made, _host_copies(device)] if device.type == "cuda" else made
 
 
-def _products(device: torch.device, name: str, widths: Sequence[int]) -> Iterator[Trial]:
-    def prepare(width: int) -> Run:
-        a, b = (torch.randn(width, width, device=device).to(getattr(torch, name)) for _ in range(2))
-        return _keeping(lambda: a @ b)
-
+def _products(device: torch.device, name: str, widths: Sequence[int], half: str) -> Iterator[Trial]:
+    """Of as many rows as columns. A backward has two products for each of the forward."""
     for width in widths:
-        yield Trial("product", name, width, 2.0 * width**3, partial(prepare, width))
+        amount = (4.0 if half else 2.0) * width**3
+        yield Trial(f"{half}product", name, width, amount, partial(_linear, device, name, width, width, half))
 
 
-def _thin_products(device: torch.device, name: str) -> Iterator[Trial]:
+def _thin_products(device: torch.device, name: str, half: str) -> Iterator[Trial]:
     """Of many rows, as tokens are, and few columns: more to read and write per operation."""
-
-    def prepare(width: int) -> Run:
-        a, b = (torch.randn(n, width, device=device).to(getattr(torch, name)) for n in (THIN_ROWS, width))
-        return _keeping(lambda: a @ b)
-
     for width in THIN_WIDTHS:
-        yield Trial("thin product", name, width, 2.0 * THIN_ROWS * width**2, partial(prepare, width))
+        amount = (4.0 if half else 2.0) * THIN_ROWS * width**2
+        yield Trial(f"{half}thin product", name, width, amount, partial(_linear, device, name, THIN_ROWS, width, half))
 
 
-def _keeping(run: Callable[[], Tensor]) -> Run:
+def _linear(device: torch.device, name: str, rows: int, width: int, half: str) -> Run:
+    """The products of a linear layer as captured graphs call them, a row of its weight for each output: of rows with
+    the weight, transposed; backward their gradients with the weight, and transposed with the rows.
+    """
+    x, dy, weight = (torch.randn(n, width, device=device).to(getattr(torch, name)) for n in (rows, rows, width))
+    if half:
+        return _keeping(lambda: (dy @ weight, dy.t() @ x))
+    return _keeping(lambda: (x @ weight.t(),))
+
+
+def _keeping(run: Callable[[], Sequence[Tensor]]) -> Run:
     """The same, with its latest results kept."""
-    kept: deque[Tensor] = deque(maxlen=max(1, KEPT_BYTES // run().nbytes))
+    kept: deque[Sequence[Tensor]] = deque(maxlen=max(1, KEPT_BYTES // sum(one.nbytes for one in run())))
     return lambda: kept.append(run())
 
 
-def _attention(device: torch.device, name: str) -> Iterator[Trial]:
-    """Causal, of one document, forward and backward: 3.5 times the operations of forward (`fxpar.cost.ops`)."""
+def _attention(device: torch.device, name: str, half: str) -> Iterator[Trial]:
+    """Causal, of one document; backward 2.5 times the operations of forward (`fxpar.cost.ops`)."""
     options, heads = (None, None, True, 0, HEAD_DIM**-0.5, 0.0), HEADS.get(device.type, 4)
+    forward, gradients = torch.ops.fxpar.attention.default, torch.ops.fxpar.attention_backward.default
 
     def prepare(tokens: int) -> Run:
         shape = 1, heads, tokens, HEAD_DIM
         q, k, v, dout = (torch.randn(shape, device=device).to(getattr(torch, name)) for _ in range(4))
-
-        def run() -> object:
-            out, lse = torch.ops.fxpar.attention.default(q, k, v, *options)
-            return torch.ops.fxpar.attention_backward.default(dout, q, k, v, out, lse, *options)
-
-        return run
+        if not half:
+            return lambda: forward(q, k, v, *options)
+        out, lse = forward(q, k, v, *options)
+        return lambda: gradients(dout, q, k, v, out, lse, *options)
 
     for tokens in DOCUMENTS:
-        yield Trial("attention", name, tokens, 7.0 * heads * HEAD_DIM * tokens**2, partial(prepare, tokens))
+        amount = (5.0 if half else 2.0) * heads * HEAD_DIM * tokens**2
+        yield Trial(f"{half}attention", name, tokens, amount, partial(prepare, tokens))
 
 
 def _copies(device: torch.device, sizes: Sequence[int]) -> Iterator[Trial]:
     def prepare(nbytes: int) -> Run:
         (source,) = _tensors(1, nbytes, device)
-        return _keeping(source.clone)
+        return _keeping(lambda: (source.clone(),))
 
     for nbytes in sizes:
         yield Trial("copy", "memory", nbytes, 2.0 * nbytes, partial(prepare, nbytes))
@@ -102,7 +107,7 @@ def _copies(device: torch.device, sizes: Sequence[int]) -> Iterator[Trial]:
 def _sums(device: torch.device, sizes: Sequence[int]) -> Iterator[Trial]:
     def prepare(nbytes: int) -> Run:
         a, b = _tensors(2, nbytes, device)
-        return _keeping(lambda: a + b)
+        return _keeping(lambda: (a + b,))
 
     for nbytes in sizes:
         yield Trial("add", "memory", nbytes, 3.0 * nbytes, partial(prepare, nbytes))
@@ -130,7 +135,7 @@ def _beside_gathers(device: torch.device, level: str, group: dist.ProcessGroup, 
 
         def run() -> tuple[Tensor, list[Tensor]]:
             begun = [c10d.all_gather_into_tensor(mine, degree, name) for _ in range(times)]
-            return a @ b, [c10d.wait_tensor(one) for one in begun]
+            return a @ b.t(), [c10d.wait_tensor(one) for one in begun]
 
         return run
 

@@ -15,6 +15,7 @@ from fxpar.errors import CostModelError, DegreeError, RoundCostError, nearest
 from fxpar.ir.written import brief, read
 
 _MIB = 1024  # in a GiB
+_MOST_TOKENS = 2**40  # of a device: those of any batch, and of many devices a number of 64 bits
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class RoundCost:
 
     def tokens_per_device(self, devices: int, longest: int) -> int:
         """That fit beside the states. Raises RoundCostError if none does."""
-        found = int((self.memory_gib * _MIB - self.states_mib(devices, longest)) / self.token_mib)
+        found = int(min(_MOST_TOKENS, (self.memory_gib * _MIB - self.states_mib(devices, longest)) / self.token_mib))
         if found < 1:
             states = self.states_mib(devices, longest) / _MIB
             why = f"the states of the model take {states:.1f} GiB of each of {devices} devices, and nothing is left"

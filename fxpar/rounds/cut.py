@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -112,6 +112,12 @@ def cuts(work: Work, most_rounds: int, count: int) -> list[Cut]:
         ending = longer
     good = [one for one in sorted(found) if one[0] <= 1.1 * min(found)[0]]
     return [tuple(int(places[at]) for at in path) for _, path in good]
+
+
+def all_cuts(work: Work) -> list[Cut]:
+    """Of few sequences every one."""
+    last = len(work.lengths)
+    return [(0, *inner, last) for count in range(last) for inner in combinations(range(1, last), count)]
 
 
 def rounds_of(cut: Cut) -> Sequence[tuple[int, int]]:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from fxpar.rounds.bound import round_bound, teams_within
-from fxpar.rounds.cut import Cut, cuts, rounds_of
+from fxpar.rounds.cut import Cut, all_cuts, cuts, rounds_of
 from fxpar.rounds.fill import best_filled, filled
 from fxpar.rounds.layouts import MOST_LAYOUTS, all_layouts, count_layouts, placeable
 from fxpar.rounds.repair import repaired
@@ -18,6 +18,7 @@ MORE_ROUNDS = 2  # than the tokens need, that are tried
 MANY = 512  # sequences, of which these are tried; of fewer as many more, as that takes no longer:
 CUTS = 6  # that are filled, for each number of rounds
 CUTS_LOOKED_FOR = 3  # the same where layouts have to be looked for
+TRY_ALL = 8  # sequences, of which all cuts are filled
 LAYOUTS = 4  # that are filled per round, of those that were screened
 REPAIRED = 3  # of the cuts
 STEP = 0.02  # of a time, to the next one for which a layout is looked for; steps grow
@@ -120,7 +121,8 @@ def _find_together(work: Work) -> list[list[Filling]]:
     count = CUTS * closer if rounds.layouts is not None else CUTS_LOOKED_FOR
     most = work.fewest_rounds + MORE_ROUNDS
     while True:
-        known = [rounds.filled(cut) for cut in cuts(work, most, count)]
+        some = all_cuts(work) if len(work.lengths) <= TRY_ALL else cuts(work, most, count)
+        known = [rounds.filled(cut) for cut in some]
         if any(known) or most >= len(simple):
             break
         most *= 2
@@ -153,17 +155,19 @@ def bounded(work: Work, teams: list[Filling]) -> tuple[list[Filling], float]:
 
 
 def in_turn(work: Work) -> list[list[Filling]]:
-    """A plan that always exists: longest first into one team after the other, of the degree that holds most; as many
+    """A plan that always exists: longest first into the fullest team with room, of the degree that holds most; as many
     rounds as that takes.
     """
     row = int(work.room.argmax())
     most = [work.devices // degree * (number == row) for number, degree in enumerate(work.degrees)]
     per_round = placeable(most, work.degrees, work.devices, work.devices_per_node)[row]
-    teams = [Filling(row, float(work.fixed[row]))]
+    teams: list[Filling] = []
     for one, tokens in enumerate(work.lengths.tolist()):
-        if teams[-1].tokens + tokens > work.room[row]:
+        fits = [team for team in teams if team.tokens + tokens <= work.room[row]]
+        if not fits:
             teams.append(Filling(row, float(work.fixed[row])))
-        teams[-1].members.append(one)
-        teams[-1].tokens += tokens
-        teams[-1].load_ms += float(work.ms[row, one])
+        team = max(fits, key=lambda team: team.tokens, default=teams[-1])
+        team.members.append(one)
+        team.tokens += tokens
+        team.load_ms += float(work.ms[row, one])
     return [teams[first : first + per_round] for first in range(0, len(teams), per_round)]

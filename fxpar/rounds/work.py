@@ -49,8 +49,8 @@ class Work:
         step = int(np.gcd.reduce(ordered))  # lengths are padded: no team is filled up to a token
         room = np.array([costs[degree].tokens // step * step for degree in degrees])
         if ordered[0] > room.max():
-            ranks = degrees[int(room.argmax())]
-            raise SequenceFitsNoTeamError(int(places[0]), int(ordered[0]), int(room.max()), ranks, devices)
+            ranks = max(degrees, key=lambda degree: costs[degree].tokens)
+            raise SequenceFitsNoTeamError(int(places[0]), int(ordered[0]), costs[ranks].tokens, ranks, devices)
         rows = [np.where(ordered <= costs[d].tokens, costs[d].sequence_ms(ordered), np.inf) for d in degrees]
         fixed = np.array([costs[degree].fixed_ms for degree in degrees])
         return cls(devices, devices_per_node, degrees, ordered, places, np.stack(rows), fixed, room)

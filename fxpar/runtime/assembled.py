@@ -31,7 +31,7 @@ from fxpar.runtime.options import CostModel, ParallelizeOptions
 from fxpar.runtime.replica_loss import left_to_replicas
 from fxpar.runtime.session import Ground, Session, SessionTask
 from fxpar.runtime.spans import Recorder
-from fxpar.runtime.storage import activation_bytes, may_overlap, open_storage
+from fxpar.runtime.storage import activation_bytes, may_overlap, open_storage, staging_for
 from fxpar.runtime.switching import Switching, TransportOptions
 from fxpar.store import MemoryReport
 from fxpar.store.weights import WeightStore
@@ -133,7 +133,8 @@ def _engines(
         first.given,
         None if before is None else before.store,
     )
-    transport = _transport(options, ground.process_groups, device, overlap)
+    staging = staging_for(schedule.layouts, options)
+    transport = _transport(options, ground.process_groups, device, overlap, staging)
     bound = _bind_all(programs, ground.process_groups, device, options)
     switching = Switching(store, schedule, transport)
     gradients = Gradients(store, programs, cluster, options.gradients, transport, options.planner)
@@ -225,11 +226,11 @@ def _scaler(store: WeightStore, options: ParallelizeOptions) -> LossScaler | Non
 
 
 def _transport(
-    options: ParallelizeOptions, process_groups: ProcessGroups, device: torch.device, bucketed: bool
+    options: ParallelizeOptions, process_groups: ProcessGroups, device: torch.device, bucketed: bool, staging: int
 ) -> TransportOptions:
     return TransportOptions(
         options.execution,
-        options.staging_bytes,
+        staging,
         options.checked,
         process_groups.world("transfers"),  # used beside those of the graphs
         options.timeout_s,

@@ -105,7 +105,6 @@ class Gradients:
                     name,
                     self.options.staging_bytes,
                     self.planner,
-                    self.options.bucketed,
                 )
                 if self.mode == "home"
                 else plan_reduction(terms, self._scattered(name), self.cluster, name, self.planner)

@@ -21,6 +21,7 @@ from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 from fxpar.memory import Conditions, predict_memory, steady_micro_batches
 from fxpar.passes.share_weights import StoragePass, laid_out
 from fxpar.runtime.options import ParallelizeOptions
+from fxpar.schedule.mini_batch import staged_bytes
 from fxpar.store import (
     MemoryReport,
     choose_resident,
@@ -32,7 +33,7 @@ from fxpar.store import (
 from fxpar.store.folder import Given, Read
 from fxpar.store.materialize import is_on_meta, materialize
 from fxpar.store.weights import WeightStore
-from fxpar.switch import layout_of
+from fxpar.switch import ParamLayout, layout_of
 from fxpar.switch.node_first import room_for_sums
 from fxpar.switch.order import SwitchSchedule
 
@@ -65,8 +66,7 @@ def open_storage(
     wire = wire_layout(home, specs)
     layouts = {name: layout_of(program, name) for name, program in programs.items()}
 
-    # Messages of a switch, both ways, are no larger than what they fill.
-    staging = min(options.staging_bytes, 2 * max(layout.max_bytes() for layout in layouts.values()))
+    staging = staging_for(layouts, options)
     if options.gradients == "home":
         staging += room_for_sums(home, cluster, options.staging_bytes)
 
@@ -97,6 +97,11 @@ def open_storage(
     store = WeightStore(programs, home, storage, rank=rank, device=device)
     _take_home(module, store, params, options, given)
     return store, schedule.keeping(kept), memory, overlap
+
+
+def staging_for(layouts: Mapping[str, ParamLayout], options: ParallelizeOptions) -> int:
+    """Bytes that messages of switches to these layouts, and of reductions, are packed into and received in."""
+    return staged_bytes(max(layout.max_bytes() for layout in layouts.values()), options.staging_bytes)
 
 
 def _or_all_raise(sharing: StoragePass, rank: int, work: Callable[[], T]) -> T:

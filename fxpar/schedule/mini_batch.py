@@ -126,6 +126,14 @@ def bucket_bytes(whole: int, room: int) -> int:
     return min(room, max(whole // BUCKETS, BUCKET_BYTES))
 
 
+def staged_bytes(weights: int, most: int) -> int:
+    """Bytes that messages are packed into and received in, at most `most`, where layouts have up to `weights` bytes on
+    a rank: two buckets of what such a layout sends and receives, one on the wire and one that is packed meanwhile.
+    """
+    both_ways = 2 * weights
+    return min(most, both_ways, 2 * bucket_bytes(both_ways, most // 2))
+
+
 @dataclass(frozen=True)
 class Pace:
     """How a run goes, in micro-batches of a rank: the first part, in which it comes to use its weights; the last one,

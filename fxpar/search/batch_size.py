@@ -34,7 +34,7 @@ class RatedSize:
     @property
     def tokens_per_s(self) -> float:
         """Of the best plan."""
-        return self.problem.mean_tokens / self.found.plans[0].predicted_s
+        return self.problem.mean_tokens / self.found.best.predicted_s
 
 
 def sizes(longest: int, most: int) -> tuple[int, ...]:

@@ -45,17 +45,23 @@ class PlannedFor:
     memory_bytes: int | None
 
     def plan(self, found: Found, one: PricedSet) -> Plan:
-        """One of the sets that were found, with budgets as the engine takes them."""
+        """One of the sets that were found, with budgets as the engine takes them; rounds of teams as the one group that
+        stands for their formations.
+        """
+        groups = tuple(PlanGroup(g.limit, g.strategy, g.token_budget, g.seconds) for g in one.groups)
+        if found.rounds is not None and one is found.rounds.priced:
+            seconds = sum(group.seconds for group in groups)
+            groups = (PlanGroup(found.rounds.limit, found.rounds.text, found.rounds.token_budget, seconds),)
         return Plan(
             model=self.model,
             world=self.world,
             tokens_per_step=self.tokens_per_step,
-            groups=tuple(PlanGroup(g.limit, g.strategy, g.token_budget, g.seconds) for g in one.groups),
+            groups=groups,
             options=self.options,
             memory_budget_bytes=0 if self.memory_bytes is None else self.memory_bytes - one.optimizer_bytes,
             parameters=self.parameters,
             predicted_s=one.predicted_s,
-            lower_bound_s=found.lower_bound_s,
+            lower_bound_s=min(found.lower_bound_s, one.predicted_s),
         )
 
 

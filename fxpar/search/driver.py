@@ -31,12 +31,13 @@ from fxpar.ir.collector import collector_paused
 from fxpar.ir.strategy import Strategy, of_degrees
 from fxpar.search.bounds import Intervals, least_mini_batch, least_seconds
 from fxpar.search.chunked import ChunkSearch
+from fxpar.search.doubt import Doubt
 from fxpar.search.floors import Floor, again_s
 from fxpar.search.ideal import Kernels, ideal_seconds
 from fxpar.search.known import KnownModel, Said
 from fxpar.search.lengths import length_edges
 from fxpar.search.price import Candidate, Lower, Priced, optimizer_s
-from fxpar.search.pricing import SURE, Doubt, PricedSet, SetPricer, different, guessed_border_s
+from fxpar.search.pricing import PricedSet, SetPricer, different, guessed_border_s
 from fxpar.search.problem import Found, Problem
 from fxpar.search.rank_orders import in_best_order
 from fxpar.search.rounds import Rounds, best_rounds
@@ -259,8 +260,8 @@ class _Search:
             least = sum(self.seconds[s][:, i, edge] for i, (edge, s) in zip(before, groups, strict=False))
             doubt = Doubt(np.asarray(least).tolist(), must_s - self.pricer.optimizer_s)
             priced = self.pricer.price([(edges[edge], self.candidates[s]) for edge, s in groups], doubt=doubt)
-            if priced is None and doubt.expected_s is not None:
-                self.given_up[groups] = (1 - SURE) * doubt.expected_s + self.pricer.optimizer_s
+            if priced is None and doubt.sure_s is not None:
+                self.given_up[groups] = doubt.sure_s + self.pricer.optimizer_s
                 return None
             if priced is not None and self._learns_use(groups, priced):
                 return self._price(groups, must_s)

@@ -9,18 +9,16 @@ from functools import cached_property
 
 from fxpar.batching import BatchPlan, GroupPlan, LengthGroup, RunTime, plan_batch
 from fxpar.batching.borders import Borders, by_strategy, overlap_pays
-from fxpar.batching.planner import KnownLoads
+from fxpar.batching.planner import BorderSeconds, KnownLoads, least_batch_s
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.group import simulated_s
 from fxpar.ir.teams import largest_team
+from fxpar.search.doubt import FEW, Doubt
 from fxpar.search.price import Depth, Priced
 from fxpar.search.sets import DIFFERENT
-from fxpar.search.switching import ModelSwitches, Outlines, SetSwitches
+from fxpar.search.switching import LeastSwitches, ModelSwitches, Outlines, SetSwitches
 from fxpar.search.traffic import SetTraffic, lowered
 from fxpar.store.memory import reserved_gradients
-
-FEW = 2  # mini-batches that are planned before a set is given up
-SURE = 0.02  # by so much a set must be expected to be slower then
 
 
 @dataclass(frozen=True)
@@ -70,29 +68,6 @@ class PricedSet:
     def strategies(self) -> tuple[str, ...]:
         """By ascending limit, each once."""
         return tuple(dict.fromkeys(group.strategy for group in self.groups))
-
-
-@dataclass
-class Doubt:
-    """Whether a set can still take less than `must_s` in a mean mini-batch, of which `least_s` are what each takes at
-    least: from the first FEW on, the others are expected to take as much longer than that as those that are planned.
-    """
-
-    least_s: Sequence[float]
-    must_s: float
-    expected_s: float | None = None  # of a set that was given up
-
-    def gives_up(self, took_s: Sequence[float]) -> bool:
-        """`took_s` are the seconds of the mini-batches that are planned."""
-        count = len(took_s)
-        least_s = sum(self.least_s[:count])
-        if not FEW <= count < len(self.least_s) or least_s <= 0:
-            return False
-        expected_s = sum(took_s) / least_s * sum(self.least_s) / len(self.least_s)
-        if (1 - SURE) * expected_s < self.must_s:
-            return False
-        self.expected_s = expected_s
-        return True
 
 
 @dataclass(frozen=True)
@@ -231,17 +206,7 @@ class SetPricer:
         doubt: Doubt | None = None,
     ) -> list[BatchPlan]:
         """Plans of all mini-batches, or of as many as it took to give up."""
-        unique = {one.name: one for _, one in chosen}
-        reductions = SetReductions({name: one.reduce_s for name, one in unique.items()})
-        flowing = {name: one.pace for name, one in unique.items() if one.pace is not None}
-        borders = Borders(switching, reductions, overlap, flowing)
-        names, costs = [one.name for _, one in chosen], [one.cost for _, one in chosen]
-
-        def border_s(running: Sequence[int], runs: Sequence[RunTime]) -> float:
-            together = by_strategy([names[g] for g in running], runs)
-            order = switching.order(list(together))
-            return borders.exposed_s(borders.fastest(order, together), together)
-
+        border_s, costs = self._border_s(chosen, switching, overlap), [one.cost for _, one in chosen]
         found: list[BatchPlan] = []
         for batch in self.batches:
             # Without riders, as the bound has it: a run is predicted no slower than this.
@@ -250,6 +215,39 @@ class SetPricer:
             if doubt is not None and doubt.gives_up([plan.predicted_s for plan in found]):
                 break
         return found
+
+    def _border_s(
+        self, chosen: Sequence[tuple[int, Priced]], switching: SetSwitches | LeastSwitches, overlap: bool
+    ) -> BorderSeconds:
+        """What borders of a set add to a mini-batch."""
+        unique = {one.name: one for _, one in chosen}
+        reductions = SetReductions({name: one.reduce_s for name, one in unique.items()})
+        flowing = {name: one.pace for name, one in unique.items() if one.pace is not None}
+        borders, names = Borders(switching, reductions, overlap, flowing), [one.name for _, one in chosen]
+
+        def border_s(running: Sequence[int], runs: Sequence[RunTime]) -> float:
+            together = by_strategy([names[g] for g in running], runs)
+            order = switching.order(list(together))
+            return borders.exposed_s(borders.fastest(order, together), together)
+
+        return border_s
+
+    def _is_ruled_out(
+        self,
+        chosen: Sequence[tuple[int, Priced]],
+        groups: Sequence[LengthGroup],
+        switching: SetSwitches,
+        overlap: bool,
+        doubt: Doubt,
+    ) -> bool:
+        """Whether a set is given up for what its first mini-batches take at least: without a switch that is planned, or
+        a micro-batch that is made up.
+        """
+        border_s, costs = self._border_s(chosen, LeastSwitches(switching), overlap), [one.cost for _, one in chosen]
+        least_s = []
+        for batch in self.batches[:FEW]:
+            least_s.append(least_batch_s(batch, groups, costs, border_s, packed=self.packed, known=self._loads))
+        return doubt.rules_out(least_s)
 
     def _planned(
         self,
@@ -263,6 +261,8 @@ class SetPricer:
         weights = self._switches.weight_bytes(unique, guess=not settle)
         kept = self._resident(chosen, groups, weights, overlap)
         switching = self._switches.of_set(unique, kept, guess=not settle)
+        if doubt is not None and self._is_ruled_out(chosen, groups, switching, overlap, doubt):
+            return None
         plans = self._mini_batches(chosen, groups, switching, overlap, doubt)
         names, count = [one.name for _, one in chosen], len(plans)
         if count < len(self.batches):

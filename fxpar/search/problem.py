@@ -68,6 +68,16 @@ class Found:
     rounds: Rounds | None = None
 
     @property
+    def rounds_win(self) -> bool:
+        """Whether rounds of teams take less than the best set, in the same memory."""
+        return self.rounds is not None and self.rounds.priced.predicted_s < self.plans[0].predicted_s
+
+    @property
+    def best(self) -> PricedSet:
+        """What takes least: the first set, or the formations of rounds."""
+        return self.rounds.priced if self.rounds is not None and self.rounds_win else self.plans[0]
+
+    @property
     def won(self) -> float:
         """By which share of its time rules make the best set without them faster."""
         return 1.0 - self.plans[0].predicted_s / self.uniform_s

@@ -41,8 +41,7 @@ class Rounds:
     priced: PricedSet
 
     def to_json(self) -> dict[str, Any]:
-        fields = {"strategy": self.text, "limit": self.limit, "token_budget": self.token_budget}
-        return {**fields, "predicted_s": self.priced.predicted_s}
+        return {"strategy": self.text, "limit": self.limit, "token_budget": self.token_budget}
 
 
 def best_rounds(

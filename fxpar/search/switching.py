@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.link_bytes import LinkBytes
@@ -19,6 +22,7 @@ from fxpar.search.price import DEEPEST, Candidate, Depth, Priced, extrapolated
 from fxpar.search.space import placed_alike
 from fxpar.store import home_of
 from fxpar.switch import ParamLayout, PlacedParam, layout_of
+from fxpar.switch.boxes import refine
 from fxpar.switch.order import HOME, Hop, SwitchSchedule, cheapest_order
 
 Outlines = Callable[[Strategy, int], Outline]  # how parameters lie, of a model with so many layers
@@ -40,7 +44,7 @@ class KnownSwitches:
     layers: int
     guess: bool
     _layouts: dict[str, ParamLayout] = field(default_factory=dict)
-    _planned: list[SwitchSchedule] = field(default_factory=list)
+    _least: dict[tuple[str, frozenset[str]], float] = field(default_factory=dict)
     _outside: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
 
     def add(self, strategies: Iterable[Priced]) -> None:
@@ -79,29 +83,46 @@ class KnownSwitches:
             # Many tensors share one description.
             several = {tuple(map(id, each)): each for each in tensors}
             counts = Counter(tuple(map(id, each)) for each in tensors)
-            total: Counter[int] = Counter()
+            total = np.zeros(self._layouts[one].world, np.int64)
             for ids, (param, *theirs) in several.items():
-                for rank, nbytes in _outside(param, theirs):
-                    total[rank] += counts[ids] * nbytes
-            self._outside[key] = max(total.values(), default=0)
+                total += counts[ids] * _outside(param, theirs, len(total))
+            self._outside[key] = int(total.max(initial=0))
         return self._outside[key]
 
     def switch(self, target: str, sources: Sequence[str]) -> Hop:
         """The one to the placement `target`, where `sources` still hold their weights; home always does."""
-        if not self._planned:
-            _, home = home_of(next(iter(self._layouts.values())))
-            self._planned.append(SwitchSchedule(self._layouts, home, self.cluster, priced_only=True))
-        return self._planned[0].weights(HOME, target, frozenset(sources))
+        return self._schedule.weights(HOME, target, frozenset(sources))
+
+    def least_s(self, target: str, sources: Iterable[str]) -> float:
+        """Seconds that the switch to a placement takes at least, where no others than `sources` hold their weights."""
+        key = target, frozenset(sources)
+        if key not in self._least:
+            self._least[key] = self._schedule.least_weights_s(HOME, *key)
+        return self._least[key]
+
+    @cached_property
+    def _schedule(self) -> SwitchSchedule:
+        _, home = home_of(next(iter(self._layouts.values())))
+        return SwitchSchedule(self._layouts, home, self.cluster, priced_only=True)
 
 
-def _outside(mine: PlacedParam, theirs: Sequence[PlacedParam]) -> Iterator[tuple[int, int]]:
-    """(rank, bytes) of the pieces of a tensor that are no parts of others that the rank has."""
+def _outside(mine: PlacedParam, theirs: Sequence[PlacedParam], world: int) -> np.ndarray:
+    """[world]: bytes of the pieces of a tensor that are no parts of others that the rank has."""
     copies = [copy for other in theirs if other.dtype == mine.dtype for copy in other.copies]
+    placed = (*mine.copies, *copies)
+    has = refine(mine.shape, placed).holders(placed, max(one.mesh.last + 1 for one in placed)).has
+    found = np.zeros(world, np.int64)
     for one in mine.copies:
         nbytes = math.prod(one.local_shape(mine.shape)) * mine.dtype.itemsize
-        for rank in one.mesh.ranks:
-            if not any(rank in copy.mesh and lies_in(one, copy, mine.shape, rank) for copy in copies):
-                yield rank, nbytes
+        ranks = np.array(one.mesh.ranks)
+        # Of ranks with the same pieces of all copies one is asked.
+        _, first, alike = np.unique(has[:, ranks], axis=1, return_index=True, return_inverse=True)
+        apart = [
+            not any(rank in copy.mesh and lies_in(one, copy, mine.shape, rank) for copy in copies)
+            for rank in ranks[first].tolist()
+        ]
+        found[ranks] += nbytes * np.array(apart)[alike.ravel()]
+    return found
 
 
 @dataclass
@@ -144,6 +165,27 @@ class SetSwitches:
 
     def _total_s(self, order: Sequence[str]) -> float:
         return sum(self.predicted_s(name, order[:number]) for number, name in enumerate(order))
+
+
+@dataclass(frozen=True)
+class LeastSwitches:
+    """What `switches` take at least, in any order, as `fxpar.batching.borders` asks for it. Nothing is planned."""
+
+    switches: SetSwitches
+
+    @property
+    def resident(self) -> Collection[str]:
+        return self.switches.resident
+
+    def predicted_s(self, name: str, visited: Sequence[str]) -> float:
+        """As if all others that stay had run before."""
+        placed, steps = self.switches.placed, self.switches.steps
+        others = {placed[one] for one in self.resident if one != name}
+        return max(0.0, extrapolated([one.least_s(placed[name], others) for one in self.switches.known], steps))
+
+    def order(self, names: Collection[str]) -> tuple[str, ...]:
+        """Any will do."""
+        return tuple(name for name in self.switches.placed if name in names)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from fxpar.ir.exec_graph import Outline
 from fxpar.ir.strategy import SINGLE, Strategy
 from fxpar.ir.teams import in_step, lowered_for, ranks_of_replica, team_budgets
 from fxpar.memory.state import home_bytes
-from fxpar.schedule.mini_batch import Pace
+from fxpar.schedule.mini_batch import Pace, staged_bytes
 from fxpar.search.bounds import Intervals, least_seconds
 from fxpar.search.going_home import STAGING_BYTES, going_home, sent_home
 from fxpar.search.price import Depth, Lowered, Memory, Priced, extrapolated
@@ -100,7 +100,7 @@ class TeamsCandidate(Teams):
         """With what all ranks share."""
         found, columns = super().predicted(tokens), zip(*self._home, strict=True)
         masters, optimizer, gradients, sums = (round(self._of_all_layers(column)) for column in columns)
-        staging = min(STAGING_BYTES, 2 * found.weight_bytes) + sums
+        staging = staged_bytes(found.weight_bytes, STAGING_BYTES) + sums
         return replace(found, home_bytes=masters + gradients, optimizer_bytes=optimizer, staging_bytes=staging)
 
     @cached_property

@@ -23,9 +23,8 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class VerifiedPlan:
-    """What a plan took, over the mini-batches that it was predicted for. `number` is its place in the prediction."""
+    """What a plan took, over the mini-batches that it was predicted for."""
 
-    number: int
     steps: tuple[StepSeconds, ...]
 
     @property

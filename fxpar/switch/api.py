@@ -48,12 +48,28 @@ def plan_large_switch(
 
     Every rank then works out its own part of it, see `by_turns`.
     """
+    turns = plan_by_turns(source, target, cluster, extra_holders, planner, listed)
+    return turns or plan_switch(source, target, cluster, "auto" if planner == TURNS else planner, extra_holders)
+
+
+def plan_by_turns(
+    source: ParamLayout,
+    target: ParamLayout,
+    cluster: ClusterSpec,
+    extra_holders: Sequence[ParamLayout] = (),
+    planner: str = "auto",
+    listed: int = LISTED,
+) -> SwitchByTurns | None:
+    """The plan by turns, as `plan_large_switch` makes it; None where that makes another one: also where only several
+    sources together have all slices, or nobody has. Raises LayoutError, ClusterError.
+    """
     begun = time.process_time()
-    if planner in ("auto", TURNS):
-        world, alike = alike_tensors(source, target, cluster, extra_holders)
-        if planner == TURNS or transfers_at_most(alike, world, cluster) > listed:
-            problem, legs = switch_by_turns(alike, tuple(target.params), (source.name, target.name), world, cluster)
-            if all(leg.has_owners for leg in legs):
-                return SwitchByTurns(problem, legs, planner, time.process_time() - begun)
-            planner = "auto"  # only several sources together have all slices, or nobody has
-    return plan_switch(source, target, cluster, planner, extra_holders)
+    if planner not in ("auto", TURNS):
+        return None
+    world, alike = alike_tensors(source, target, cluster, extra_holders)
+    if planner != TURNS and transfers_at_most(alike, world, cluster) <= listed:
+        return None
+    problem, legs = switch_by_turns(alike, tuple(target.params), (source.name, target.name), world, cluster)
+    if not all(leg.has_owners for leg in legs):
+        return None
+    return SwitchByTurns(problem, legs, planner, time.process_time() - begun)

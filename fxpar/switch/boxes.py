@@ -76,6 +76,10 @@ class Holders:
         """[slices]: does `rank` have it."""
         return (self.piece == self.has[:, rank, None]).any(0)
 
+    def of_all(self, ranks: np.ndarray) -> np.ndarray:
+        """[ranks, slices]: does each of these have it."""
+        return np.asarray((self.piece[:, None] == self.has[:, ranks, None]).any(0))
+
     @cached_property
     def table(self) -> np.ndarray:
         """[slices, world]: does a rank have a slice. For worlds that can afford it."""

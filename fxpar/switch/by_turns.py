@@ -34,7 +34,7 @@ class Leg:
 
     @cached_property
     def sample(self) -> np.ndarray:
-        return np.stack([self.rule.traffic(rank) for rank in sampled(len(self.rule.node_of))])
+        return self.rule.traffic(sampled(len(self.rule.node_of)))
 
     @cached_property
     def transfers(self) -> int:

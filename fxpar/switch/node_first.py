@@ -96,19 +96,18 @@ def cheapest_reduction(
     name: str = "gradients",
     sums_bytes: int = 64 << 20,
     planner: str = "auto",
-    bucketed: bool = False,
 ) -> AnyReductionPlan | NodeFirstPlan:
     """The faster of the direct reduction and the one through the nodes, by predicted time; the first if equal.
 
     With planner "turns", or so many transfers that the direct one is by turns, it is taken as it is.
 
-    `sums_bytes` bounds the memory of a round per rank (one tensor may need more), and `bucketed` makes several rounds
-    of what would fit into one. Raises what `plan_reduction` raises.
+    `sums_bytes` bounds the memory of a round per rank (one tensor may need more), and so does the size of a bucket.
+    Raises what `plan_reduction` raises.
     """
     direct = plan_reduction(sources, target, cluster, name, planner)
     if isinstance(direct, ReductionByTurns) or not direct.inter_node_bytes:
         return direct
-    through = plan_node_first(sources, target, cluster, name, sums_bytes, bucketed)
+    through = plan_node_first(sources, target, cluster, name, sums_bytes)
     return direct if through is None or direct.predicted_s <= through.predicted_s else through
 
 
@@ -185,7 +184,6 @@ def plan_node_first(
     cluster: ClusterSpec,
     name: str = "gradients",
     sums_bytes: int = 64 << 20,
-    bucketed: bool = False,
 ) -> NodeFirstPlan | None:
     """The reduction through the nodes; None if the ranks are no whole nodes, or the target is no plain cut over them.
 
@@ -195,8 +193,7 @@ def plan_node_first(
     if sums is None:
         return None
     rounds = []
-    room = bucket_bytes(sums.max_bytes(), sums_bytes) if bucketed else sums_bytes
-    for fqns in _shares(sums, cluster, room):
+    for fqns in _shares(sums, cluster, sums_bytes):
         gradients = matched({f: sources[f] for f in fqns if f in sources}, _part(target, fqns), cluster, name)
         rounds.append(_round(gradients, _part(sums, fqns), _part(target, fqns), cluster))
     matched(sources, target, cluster, name)  # a gradient without target is in no round
@@ -240,7 +237,7 @@ def room_for_sums(target: ParamLayout, cluster: ClusterSpec, sums_bytes: int) ->
     if sums is None:
         return 0
     each = [_part(sums, [fqn]).max_bytes() for fqn in sums.params]
-    return min(sum(each), max([sums_bytes, *each]))
+    return min(sum(each), max([bucket_bytes(sums.max_bytes(), sums_bytes), *each]))
 
 
 def _cut(size: int, nodes: int, devices: int) -> AxisShard:
@@ -250,9 +247,10 @@ def _cut(size: int, nodes: int, devices: int) -> AxisShard:
 
 
 def _shares(sums: ParamLayout, cluster: ClusterSpec, sums_bytes: int) -> Iterator[list[str]]:
-    """As many tensors at a time as each node has room for, at least one: those of a node in their order, and those of
-    different nodes in turns.
+    """As many tensors at a time as each node has room for, a bucket of at most `sums_bytes`, at least one: those of a
+    node in their order, and those of different nodes in turns.
     """
+    room = bucket_bytes(sums.max_bytes(), sums_bytes)
     by_nodes: dict[range, list[str]] = {}
     for fqn, param in sums.params.items():
         by_nodes.setdefault(_nodes(param, cluster), []).append(fqn)
@@ -261,7 +259,7 @@ def _shares(sums: ParamLayout, cluster: ClusterSpec, sums_bytes: int) -> Iterato
     used: Counter[int] = Counter()
     for _, nodes, fqn in sorted(places, key=lambda one: one[0]):
         nbytes = _part(sums, [fqn]).max_bytes()
-        if share and max(used[node] for node in nodes) + nbytes > sums_bytes:
+        if share and max(used[node] for node in nodes) + nbytes > room:
             yield share
             share, used = [], Counter()
         share.append(fqn)

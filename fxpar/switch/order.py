@@ -24,6 +24,7 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import OrderError, nearest
 from fxpar.switch.api import AnySwitchPlan, plan_large_switch, plan_switch
 from fxpar.switch.layout import ParamLayout
+from fxpar.switch.least import least_seconds
 from fxpar.switch.node_first import NodeFirstPlan, cheapest_reduction
 from fxpar.switch.reduction import AnyReductionPlan
 from fxpar.switch.terms import Placements
@@ -202,6 +203,10 @@ class SwitchSchedule:
             self._hops[key] = _hop("weights", source, target, self._plan(*key), helping)
         return self._hops[key]
 
+    def least_weights_s(self, source: str, target: str, holders: frozenset[str]) -> float:
+        """Seconds that this switch takes at least, and each with fewer holders."""
+        return least_seconds(*self._between(source, target, holders))
+
     def _reduction(self, source: str, leaving: Leaving) -> Hop:
         key = ("gradients", source)
         if key not in self._hops:
@@ -221,13 +226,20 @@ class SwitchSchedule:
     def _plan(self, source: str, target: str, holders: frozenset[str]) -> AnySwitchPlan:
         key = (source, target, holders)
         if key not in self._plans:
-            before = self.home if source == HOME and self.home is not None else self.layouts[source]
-            further = [layout for name, layout in self.layouts.items() if name in holders]
-            plan = plan_large_switch(before, self.layouts[target], self.cluster, self.planner, further)
+            before, after, cluster, further = self._between(source, target, holders)
+            plan = plan_large_switch(before, after, cluster, self.planner, further)
             if self.priced_only:
                 return plan
             self._plans[key] = plan
         return self._plans[key]
+
+    def _between(
+        self, source: str, target: str, holders: frozenset[str]
+    ) -> tuple[ParamLayout, ParamLayout, ClusterSpec, list[ParamLayout]]:
+        """What a switch is planned from."""
+        before = self.home if source == HOME and self.home is not None else self.layouts[source]
+        further = [layout for name, layout in self.layouts.items() if name in holders]
+        return before, self.layouts[target], self.cluster, further
 
     def _reach(self, name: str, before: Sequence[str]) -> float:
         """Seconds to the graph behind these."""

@@ -12,6 +12,7 @@ from the receiver. Terms of a sum have no doors: each receiver asks for each ter
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -136,28 +137,38 @@ class TransferRule:
 
     def receives(self, rank: int) -> Rows:
         """All that `rank` gets."""
-        needed = np.flatnonzero(self.cls.after.of(rank))
-        slices, terms = np.repeat(needed, self.terms), np.tile(np.arange(self.terms), len(needed))
-        ranks = np.full(len(slices), rank)
-        missing = ~self._has(slices, terms, ranks)
-        slices, terms, ranks = slices[missing], terms[missing], ranks[missing]
-        src, step = self.source(slices, terms, ranks)
-        return Rows(slices, src, ranks, step, terms)
+        return self._received_by(np.array([rank]))[1]
 
     def sends(self, rank: int) -> Rows:
         """All that `rank` sends: of what it holds, and as a door."""
-        held = self.cls.before.of(rank)
-        slices = np.flatnonzero(held)
-        which, dst = self._after.find(slices).each()
-        slices = slices[which]
+        return self._sent_by(np.array([rank]))[1]
+
+    def _received_by(self, ranks: np.ndarray) -> tuple[np.ndarray, Rows]:
+        """All that several ranks get, and which of them each row is of, [n]."""
+        which, needed = np.nonzero(self.cls.after.of_all(ranks))
+        which, slices = np.repeat(which, self.terms), np.repeat(needed, self.terms)
+        terms = np.tile(np.arange(self.terms), len(needed))
+        missing = ~self._has(slices, terms, ranks[which])
+        which, slices, terms = which[missing], slices[missing], terms[missing]
+        src, step = self.source(slices, terms, ranks[which])
+        return which, Rows(slices, src, ranks[which], step, terms)
+
+    def _sent_by(self, ranks: np.ndarray) -> tuple[np.ndarray, Rows]:
+        """All that several ranks send, and which of them each row is of, [n]."""
+        held = self.cls.before.of_all(ranks)
+        which, slices = np.nonzero(held)
+        asked, dst = self._after.find(slices).each()
+        which, slices = which[asked], slices[asked]
         if self.term_of is None:
-            let_in = np.flatnonzero(self.cls.after.of(rank) & ~held)
-            which, others = self._after.find(let_in, 0, self.node_of[rank]).each()
-            slices, dst = np.concatenate([slices, let_in[which]]), np.concatenate([dst, others])
-        terms = np.full(len(slices), 0 if self.term_of is None else self.term_of[rank])
+            doors, let_in = np.nonzero(self.cls.after.of_all(ranks) & ~held)
+            asked, others = self._after.find(let_in, 0, self.node_of[ranks[doors]]).each()
+            which, slices = np.concatenate([which, doors[asked]]), np.concatenate([slices, let_in[asked]])
+            dst = np.concatenate([dst, others])
+        of = ranks[which]
+        terms = np.zeros(len(slices), np.int64) if self.term_of is None else self.term_of[of]
         src, step = self.source(slices, terms, dst)
-        mine = (src == rank) & (dst != rank) & ~self._has(slices, terms, dst)
-        return Rows(slices[mine], src[mine], dst[mine], step[mine], terms[mine])
+        mine = (src == of) & (dst != of) & ~self._has(slices, terms, dst)
+        return which[mine], Rows(slices[mine], src[mine], dst[mine], step[mine], terms[mine])
 
     def _has(self, slices: np.ndarray, terms: np.ndarray, ranks: np.ndarray) -> np.ndarray:
         before = self.cls.before
@@ -201,7 +212,7 @@ class TransferRule:
         answers = []
         for has in self.cls.before.has:
             terms = has if self.term_of is None else has * self.terms + self.term_of
-            _, first = np.unique(np.stack([terms, self.node_of]), axis=1, return_index=True)
+            _, first = np.unique(terms * nodes + self.node_of, return_index=True)
             answers.append(_by_node(has[first], self.node_of[first], nodes, self.term_of is None))
         total = 0.0
         for piece, (code, count) in zip(self.cls.after.piece, asking, strict=True):
@@ -211,12 +222,12 @@ class TransferRule:
                 total -= float((self.cls.nbytes * _met(piece, (code, count), other, found, nodes)).sum())
         return total
 
-    def traffic(self, rank: int) -> np.ndarray:
-        """[steps, 4]: bytes of one tensor that `rank` sends inside its node and between nodes, and receives."""
-        found = np.zeros((2, 4))
-        for column, rows in ((0, self.sends(rank)), (2, self.receives(rank))):
+    def traffic(self, ranks: Sequence[int]) -> np.ndarray:
+        """[ranks, steps, 4]: bytes of one tensor that each sends inside its node and between nodes, and receives."""
+        found, of = np.zeros((len(ranks), 2, 4)), np.array(ranks)
+        for column, (which, rows) in ((0, self._sent_by(of)), (2, self._received_by(of))):
             between = self.node_of[rows.src] != self.node_of[rows.dst]
-            np.add.at(found, (rows.step, column + between), self.cls.nbytes[rows.slices])
+            np.add.at(found, (which, rows.step, column + between), self.cls.nbytes[rows.slices])
         return found
 
     @cached_property

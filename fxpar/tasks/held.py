@@ -14,6 +14,7 @@ from fxpar.ir.mesh import Mesh
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.memory import predict_memory, steady_micro_batches
 from fxpar.memory.state import bytes_at_home
+from fxpar.schedule.mini_batch import staged_bytes
 from fxpar.store import home_layout, wire_layout
 from fxpar.store.home import ParamSpec
 from fxpar.switch import ParamLayout, layout_of
@@ -137,7 +138,7 @@ class Home:
             staging = 0
         else:
             weights = sum(_whole_bytes(one) for one in self.wire.params.values())
-            staging = min(STAGING_BYTES, 2 * weights) + room_for_sums(self.masters, self.cluster, STAGING_BYTES)
+            staging = staged_bytes(weights, STAGING_BYTES) + room_for_sums(self.masters, self.cluster, STAGING_BYTES)
         return sum(bytes_at_home(self.masters, self.trained)) + staging
 
     def guessed_ms(self, nbytes: float) -> float:

@@ -156,7 +156,7 @@ class Compiler:
             return sum(aligned(s.nbytes) for part in sealed for s in part.buffers())
         if local.execution == "a2a":
             return all_to_all_bytes(s.nbytes for part in sealed for s in (*part.sends, *part.receives))
-        return sum(aligned(t.room) + aligned(t.room * len(t.ranks)) for t in local.traffic)
+        return sum(aligned(t.room * len(t.ranks)) for t in local.traffic)
 
     def _on_wire(
         self, local: Local, sealed: list[Sealed], arena: Arena, wire: PhaseOptions, groups: ProcessGroups
@@ -169,9 +169,9 @@ class Compiler:
             return all_to_all(wire, sends, receives, arena)
         parts = []
         for traffic, part in zip(local.traffic, sealed, strict=True):
-            packed = arena.take(traffic.room)
             received = arena.take(traffic.room * len(traffic.ranks))
             rows = received.view(len(traffic.ranks), traffic.room)
+            packed = rows[traffic.ranks.index(self.rank)]  # in place: its own part is nobody's message
             unpack = [task for s in part.receives for task in s.unpack(rows[traffic.ranks.index(s.peer)])]
             pack = part.sends[0].pack(packed) if part.sends else []
             parts.append(Gathered(groups.of_places(traffic.ranks), list(traffic.ranks), packed, received, pack, unpack))

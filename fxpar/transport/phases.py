@@ -89,11 +89,12 @@ def _of_bound(most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _limit(whole: np.ndarray, staging_bytes: int, bucketed: bool) -> int:
-    """Bytes that a rank may send and receive in one phase; `whole` [steps, ranks] is all that there is."""
-    largest = int(whole.max())
+    """Bytes that a rank may send and receive in one phase, of which two have memory at a time; `whole` [steps, ranks]
+    is all that there is.
+    """
     if whole.shape[0] == 1 and not bucketed:
-        return staging_bytes if largest <= staging_bytes else staging_bytes // 2
-    return bucket_bytes(largest, staging_bytes // 2)  # hops overlap but for one bucket
+        return staging_bytes // 2
+    return bucket_bytes(int(whole.max()), staging_bytes // 2)  # hops overlap but for one bucket
 
 
 @dataclass(frozen=True, eq=False)

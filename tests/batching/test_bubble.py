@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpar.batching import GroupCost, plan_batch
-from fxpar.batching.balance import Share, makespan, share_out
+from fxpar.batching.balance import Share, _least_load, makespan, share_out
 from fxpar.batching.bounds import lower_bound
-from fxpar.batching.packing import PackingRule, SequenceItem, as_bin, longest_first
+from fxpar.batching.packing import PackingRule, SequenceItem, as_bin, longest_first, spread_within
 from fxpar.errors import ScheduleOptionError
 from fxpar.schedule import Costs, schedule, simulate
 from tests.batching.planning import check_plan, no_switches, one_group, seconds
@@ -126,9 +126,21 @@ def test_every_sequence_once_within_the_budget(lengths, rule):
     assert len(shares) == rule.replicas
     bins = [one for share in shares for one in share]
     assert sorted(item.index for one in bins for item in one.items) == list(range(len(lengths)))
-    assert all(sum(item.tokens for item in one.items) == one.tokens <= rule.budget for one in bins)
+    assert all(one == as_bin(one.items) and one.tokens <= rule.budget for one in bins)
     assert all([one.cost for one in share] == sorted((b.cost for b in share), reverse=True) for share in shares)
     assert lower_bound(items, rule) <= makespan(shares, rule)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), rules)
+@settings(max_examples=examples(40))
+def test_numbers_of_micro_batches_that_are_not_tried_take_longer(lengths, rule):
+    items = longest_first(SequenceItem(i, n, n + n * n // 10) for i, n in enumerate(lengths))
+    total = sum(item.cost for item in items)
+    for count in range(1, len(items) + 1):
+        bins = spread_within(items, count, rule.budget)
+        if bins:
+            assert len(bins) == count
+            assert _least_load(total, items[0].cost, count, rule) <= rule.time([one.cost for one in bins])
 
 
 # ------------------------------------------------------------------------------------------------ how finely to cut

@@ -23,6 +23,8 @@ def per_hop(seconds: float):
 
 def test_a_dear_switch_merges():
     plan = plan_batch([50, 900], TWO, [FAST, SLOW], per_hop(1.0))
+    least_s = planner_module.least_batch_s([50, 900], TWO, [FAST, SLOW], per_hop(1.0))
+    assert least_s == pytest.approx(plan.predicted_s)
     assert plan.merged == ((0, 1),)
     assert plan.order == (1,)
     assert plan.switch_s == 0.0
@@ -126,6 +128,7 @@ def test_the_best_choice_is_found(case, hops, hidden):
 
     plan = plan_batch(lengths, groups, costs, border_s, ride=False)
     assert plan.predicted_s == pytest.approx(brute_force(lengths, groups, costs, border_s), rel=1e-9, abs=1e-12)
+    assert planner_module.least_batch_s(lengths, groups, costs, border_s) <= plan.predicted_s * (1 + 1e-9)
 
 
 def test_more_groups_than_are_searched_through(monkeypatch):

@@ -7,6 +7,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
 
 from fxpar.batching import length_groups
 from fxpar.cli.console import human_bytes
@@ -46,7 +47,9 @@ def test_it_shows_what_it_writes(planned):
     assert any(one["intra_node_bytes"] for one in sent)
     assert f"sent inside nodes per mini-batch: micro-batches {human_bytes(sent[0]['intra_node_bytes'])}, " in text
     assert best["lower_bound_s"] <= best["predicted_s"] <= data["best_static"]["predicted_s"]
-    assert data["rounds"]["strategy"] in text
+    assert f'"{data["rounds"]["strategy"]}"' in text
+    is_less = data["rounds"]["predicted_s"] < best["predicted_s"]
+    assert data["rounds"]["better"] == is_less == ("less than plan 1" in text)
     groups = length_groups({256: data["rounds"]["strategy"]}, world=2, token_budget=data["rounds"]["token_budget"])
     assert [group.replicas for group in groups if group.limit == 256][:1] == [1]  # the widest holds the longest
     assert data["speedup"] == data["best_static"]["predicted_s"] / best["predicted_s"]
@@ -116,6 +119,20 @@ def test_sequences_that_are_longer_than_a_mini_batch_are_told_of():
     status, text, _ = fxpar(*few, "--samples", "2", "--max-strategies", "1")
     assert status == 0
     assert "(the mean: as many whole sequences as fit into 100, or one that is longer)" in text
+
+
+def test_a_tokenizer_has_no_more_ids_than_the_model(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "text.txt").write_text("1 2 3")
+    tokens = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(300)}, "0"))
+    tokens.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokens.save(str(tmp_path / "mine.json"))
+    lengths = ["--lengths", f"{tmp_path / 'corpus'}:8", "--tokenizer", str(tmp_path / "mine.json")]
+    status, _, err = fxpar(
+        "plan", "llama", "--set", "vocab=256", "--world", "2", *lengths, "--tokens-per-step", "8", "--no-cache"
+    )
+    assert status == 1, err
+    assert "has 300 ids, but the model's vocabulary has 256" in err
 
 
 def test_a_plan_of_fxpars_is_not_imported(tmp_path):

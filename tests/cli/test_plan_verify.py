@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from fxpar.cli.plan import remarks
+from fxpar.cli.plan import ROUNDS, remarks
 from fxpar.cli.plan_verify import check_verify, known_ids, verdict, verified_json
-from fxpar.errors import PlanOptionError
+from fxpar.errors import MeasuredElsewhereError, PlanOptionError
 from fxpar.models.loaded import LoadedModel
 from fxpar.search.plan_file import read_plan
 from fxpar.search.verify import StepSeconds, VerifiedPlan, refit
@@ -21,42 +21,47 @@ WORDS = ["plan", "llama", "--set", "layers=1", "--world", "2", "--lengths", "git
 
 
 def plans(*steps):
-    return [VerifiedPlan(number, (StepSeconds(*one),) * 2) for number, one in enumerate(steps, 1)]
+    return [VerifiedPlan((StepSeconds(*one),) * 2) for one in steps]
 
 
 def test_what_changed_is_said():
     found = plans((1.0, 0.1, 2.5), (1.05, 0.06, 2.4))  # 2 and 5 times as long
-    lines = verdict(found, refit(found))
+    names = [ROUNDS, "plan 1"]
+    lines = verdict(found, refit(found), names)
     assert lines == [
         "refitted: compute takes 2 times the predicted time, links 5 times",
-        "order refitted: plans 2, 1, fastest first",
-        "order measured: plans 2, 1, fastest first",
+        "order refitted: plan 1, the plan of rounds, fastest first",
+        "order measured: plan 1, the plan of rounds, fastest first",
     ]
     one = plans((1.0, 0.0, 2.0))
-    assert verdict(one, refit(one)) == [
+    assert verdict(one, refit(one), names[1:]) == [
         "refitted: a step takes 2 times the predicted time (compute and links cannot be told apart)"
     ]
     same = plans((1.0, 0.1, 2.2), (2.0, 0.1, 4.2))
-    assert verdict(same, refit(same))[1:] == ["order refitted: as predicted", "order measured: as predicted"]
+    assert verdict(same, refit(same), names)[1:] == ["order refitted: as predicted", "order measured: as predicted"]
     data = verified_json(found)
     assert (data["compute_factor"], data["link_factor"]) == pytest.approx((2.0, 5.0))
     assert [plan["measured_s"] for plan in data["plans"]] == [2.5, 2.4]
 
 
-def test_what_cannot_run_here_is_said_before_the_search():
+def test_what_cannot_run_here_is_said_before_the_search(tmp_path):
     with pytest.raises(PlanOptionError, match="--verify = 2: plans for 4,096 ranks cannot run on this machine"):
-        check_verify(2, 4096, False)
+        check_verify(2, 4096, False, None)
     with pytest.raises(PlanOptionError, match="a graph file has no weights to run; name its model"):
-        check_verify(2, 1, True)
-    check_verify(2, 1, False)
+        check_verify(2, 1, True, None)
+    check_verify(2, 1, False, None)
+    measured = tmp_path / "cluster.json"
+    measured.write_text('{"measured": {"device": "a device", "torch": "2.0"}}')
+    with pytest.raises(MeasuredElsewhereError, match="measured on a device"):
+        check_verify(2, 1, False, str(measured))
 
 
 def test_a_plan_that_is_not_predicted_best_says_so():
     """It is written where it was measured fastest."""
     best, other = (SimpleNamespace(predicted_s=s, strategies=(name,)) for s, name in ((1.0, "dp2"), (1.25, "cp2")))
     found = SimpleNamespace(best_static=best, plans=[best, other])
-    assert remarks(found, "plan.toml", 0)[0] == "predicted: no set of strategies is faster than dp2 alone"
-    assert remarks(found, "plan.toml", 1)[0] == "predicted: 1.25 times as long as dp2, the best single strategy"
+    assert remarks(found, "plan.toml", best)[0] == "predicted: no set of strategies is faster than dp2 alone"
+    assert remarks(found, "plan.toml", other)[0] == "predicted: 1.25 times as long as dp2, the best single strategy"
 
 
 def test_ids_are_those_of_the_model():

@@ -81,9 +81,11 @@ token_budget = 1024
 """
 
 
-def test_a_plan_is_drawn(tmp_path):
+@pytest.mark.parametrize("last", ["cp2", "rounds(cp2)"])
+def test_a_plan_is_drawn(tmp_path, last):
+    """Of rounds each formation, in micro-batches of its own."""
     path = tmp_path / "plan.toml"
-    path.write_text(PLAN)
+    path.write_text(PLAN.replace("cp2", last))
     status, out, err = fxpar("viz", path, "-o", "-", "--format", "json")
     assert status == 0, err
     document = json.loads(out)
@@ -91,7 +93,7 @@ def test_a_plan_is_drawn(tmp_path):
     assert document["notes"][:3] == [
         "planned for 4,096 tokens per mini-batch, 250 ms predicted",
         "sequences of up to 64 tokens: dp2, micro-batches of up to 512 tokens, 125 ms of a mean mini-batch",
-        "sequences of up to 256 tokens: cp2, micro-batches of up to 1,024 tokens",
+        f"sequences of up to 256 tokens: {last}, micro-batches of up to 1,024 tokens",
     ]
     sizes = {name: dict(map(tuple, rows))["micro-batch"] for name, rows in document["about"].items()}
     assert ("512" in sizes["dp2"], "1,024" in sizes["cp2"]) == (True, True), sizes

@@ -17,6 +17,7 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.ops import SizesAt
 from fxpar.cost.polynomial import Polynomial, sent_bytes
 from fxpar.ir.graph import TensorMeta
+from fxpar.ir.node_meta import is_backward
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.lowering import lower
 from fxpar.ops.traits import ATTENTION
@@ -84,6 +85,18 @@ def test_copies_to_the_host_take_its_link():
     seconds = float(sum(call.seconds.at(4096) for call in found if call.kind == "host"))
     assert seconds == pytest.approx(2 * nbytes / 10e9)
     assert [call for call in moved if call.kind == "product"] == [call for call in plain if call.kind == "product"]
+
+
+def test_how_long_calls_keep_a_device_busy_is_of_their_half():
+    """What stages, recomputation and compressed layers ask for."""
+    lowered = program("dp4")
+    (dim,) = lowered.dims
+    sizes, halved = SizesAt({dim.symbol: 4096}), on(**HALVES)
+    rows = [(n, busy_s(n, sizes, NODE), busy_s(n, sizes, halved)) for n in lowered.body.graph.nodes]
+    found = {(n.target, is_backward(n)): other / one for n, one, other in rows if one and other}
+    product, attention = torch.ops.aten.mm.default, (own.attention.default, own.attention_backward.default)
+    assert (found[product, False], found[product, True]) == (1, 4)
+    assert (found[attention[0], False], found[attention[1], True]) == (1, 2)
 
 
 def test_what_tells_products_apart():
@@ -256,6 +269,29 @@ def test_a_share_of_what_products_read_and_write_takes_time():
         for one, other in zip(of_kind(NODE, kind), of_kind(on(exposed_traffic=0.5), kind), strict=True):
             assert other.seconds.c1 - one.seconds.c1 == other.nbytes.c1 / 2 / rate > 0
             assert (other.seconds.c0, other.seconds.c2) == (one.seconds.c0, one.seconds.c2)
+
+
+HALVES = {
+    "backward_tflops": {"bfloat16": 100.0},
+    "backward_attention_tflops": 200.0,
+    "backward_attention_block": 512.0,
+    "backward_exposed_traffic": 0.5,
+}
+
+
+@pytest.mark.parametrize("kind", ["product", "attention", "memory"])
+def test_the_backward_has_its_own_figures(kind):
+    """Products four times as long, attention twice; the forward and what has no arithmetic are as they were."""
+    plain, halves = of_kind(NODE, kind), of_kind(on(**HALVES), kind)
+    assert {one.backward for one in plain} == {False, True}
+    for one, other in zip(plain, halves, strict=True):
+        if kind == "memory" or not one.backward:
+            assert other == one
+        elif kind == "product":
+            work = one.flops.c1 * (1 / Fraction(100 * 10**12) - 1 / Fraction(400 * 10**12))
+            assert other.seconds.c1 - one.seconds.c1 == work + one.nbytes.c1 / 2 / (2000 * 10**9)
+        else:
+            assert (other.seconds.c2, other.flops.c1) == (2 * one.seconds.c2, 512 * one.flops.c2)
 
 
 def test_attention_computes_with_half_a_block_more():

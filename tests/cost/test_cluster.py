@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fxpar.cost.cluster import USUAL, ClusterSpec, shipped, usual_cluster
+from fxpar.cost.cluster import USUAL, VERSION, ClusterSpec, shipped, usual_cluster
 from fxpar.cost.device import CPU, GPU, Device
 from fxpar.errors import ClusterError
 from fxpar.runtime.options import cluster_here
@@ -39,6 +39,43 @@ def test_a_device_in_both_formats(tmp_path):
     assert spec.device == Device({"bfloat16": 250, "float32": 40}, 1500, 5)
     (tmp_path / "c.json").write_text(json.dumps({**spec.to_json(), "measured": {"points": []}}))
     assert ClusterSpec.from_file(tmp_path / "c.json") == spec
+
+
+TABLES = ("tflops", "attention_tflops", "attention_block")
+HALVES = {half + name: {"float32": 1.0, "bfloat16": 2.0} for half in ("", "backward_") for name in TABLES}
+MEASURED = {**GOOD, "device": {"memory_gb_per_s": 1, "launch_us": 1, **HALVES}, "measured": {"version": VERSION}}
+
+
+def test_what_was_measured_before_halves_were_is_of_both():
+    """Attention forward and backward together, as a file of version 3 has it: nothing is predicted otherwise."""
+    forward = {name: figure for name, figure in MEASURED["device"].items() if not name.startswith("backward_")}
+    old = ClusterSpec.from_dict({**MEASURED, "device": forward, "measured": {"version": 3}})
+    assert old.sustained.in_backward is old.sustained
+    assert ClusterSpec.from_dict(MEASURED).sustained.in_backward.tflops == {"float32": 1.0, "bfloat16": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("without", "change", "message"),
+    [
+        ("backward_tflops", {}, "was measured, and lacks device.backward_tflops. Measure again with `fxpar profile`"),
+        ("attention_block", {}, "lacks device.attention_block"),
+        ("tflops", {"backward_tflops": 5}, "lacks device.tflops"),
+        ("", {"backward_attention_tflops": {"bfloat16": 1}}, "lacks device.backward_attention_tflops.float32. Measure"),
+        ("", {"backward_tflops": {"bfloat16": -1, "float32": 1}}, "device.backward_tflops.bfloat16 = -1 must be > 0"),
+    ],
+)
+def test_a_measured_file_has_both_halves(without, change, message):
+    device = {name: figure for name, figure in (MEASURED["device"] | change).items() if name != without}
+    with pytest.raises(ClusterError, match=r"^cluster 'c\.json': ") as error:
+        ClusterSpec.from_dict({**MEASURED, "device": device}, "'c.json'")
+    assert message in str(error.value)
+
+
+def test_a_measured_file_of_a_newer_fxpar():
+    with pytest.raises(
+        ClusterError, match=rf"measured\.version = {VERSION + 1} is newer than {VERSION}\. Measure again"
+    ):
+        ClusterSpec.from_dict({**MEASURED, "measured": {"version": VERSION + 1}})
 
 
 @pytest.mark.parametrize("name", shipped())

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.device import CPU, GPU, Device
 from fxpar.errors import ClusterError
 
@@ -63,6 +64,17 @@ def test_blocks_of_attention_may_differ_by_dtype():
         replace(TABLE, tflops={"float32": 0})
 
 
+def test_the_backward_is_as_the_forward_unless_it_has_its_own_figures():
+    assert TABLE.in_backward is TABLE
+    halves = replace(TABLE, backward_tflops={"float32": 20}, backward_attention_block=64, backward_exposed_traffic=0.0)
+    assert halves.in_backward == replace(TABLE, tflops={"float32": 20}, attention_block=64)
+    assert halves.in_backward.attention_flops_per_s(torch.float32) == 20 * 10**12  # as products of its half
+    assert Device.from_dict(halves.to_json()) == halves
+    own = replace(TABLE, backward_tflops=20, backward_attention_tflops={"float32": 8}).taken_in_turns(2)
+    assert (own.backward_tflops, own.backward_attention_tflops) == (10, {"float32": 4})
+    assert ClusterSpec(1, 1, 1, 1, 1, device=halves).sustaining(5).sustained.in_backward.tflops == 5
+
+
 def test_small_tensors_are_in_a_cache():
     cached = replace(TABLE, cache_mb=32, cache_gb_per_s=8000)
     assert (cached.bytes_per_s_of(32_000_000), cached.bytes_per_s_of(32_000_001)) == (8000 * 10**9, 2000 * 10**9)
@@ -92,6 +104,10 @@ def test_ranks_take_turns():
         ({"tflops": {}}, "device.tflops is empty"),
         ({"tflops": {"bf16": 300}}, "device.tflops has 'bf16', which is not a dtype; did you mean 'bfloat16'?"),
         ({"tflops": {"float32": -1}}, "device.tflops.float32 = -1 must be > 0"),
+        ({"backward_tflops": {"float32": float("nan")}}, "device.backward_tflops.float32 = nan must be > 0 and finite"),
+        ({"backward_attention_tflops": -2}, "device.backward_attention_tflops = -2 must be > 0"),
+        ({"backward_attention_block": {"fp32": 1}}, "'fp32', which is not a dtype"),
+        ({"backward_exposed_traffic": -0.1}, "device.backward_exposed_traffic = -0.1 must be >= 0"),
         ({"memory_gb_per_s": float("nan")}, "device.memory_gb_per_s = nan must be > 0 and finite"),
         ({"launch_us": -1}, "device.launch_us = -1 must be >= 0"),
         ({"memory_gb": True}, "device.memory_gb = True must be a number"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxpar.cost.ops import SizesAt, flops, is_kernel, touched_bytes
+from fxpar.cost.ops import SizesAt, flops, in_backward, is_kernel, touched_bytes
 from fxpar.errors import CostModelError, OpContractError
 from fxpar.ir.graph import TensorMeta
 from fxpar.ops import recurrence
@@ -67,6 +67,23 @@ CALLS: dict[str, tuple[Any, ...]] = {
     },
     "no product": (aten.mul.Tensor, t(5, 7), t(5, 7)),
 }
+
+
+@pytest.mark.parametrize(
+    ("target", "meta", "expected"),
+    [
+        (aten.mm.default, {"backward": False}, False),
+        (aten.mm.default, {"backward": True}, True),
+        (aten.mm.default, {"backward": True, "again": True}, False),  # recomputed
+        (own.attention.default, {"backward": True}, False),  # by a region that its model checkpoints
+        (own.attention_backward.default, {"backward": False}, True),  # in a chunk that has both
+        (own.recurrence_backward.default, {}, True),
+    ],
+)
+def test_of_which_half_a_call_is(target, meta, expected):
+    node = fx.Graph().call_function(target)
+    node.meta.update(meta)
+    assert in_backward(node) is expected
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -1,4 +1,4 @@
-"""Formations of rounds: every way to cut the ranks of a strategy into teams of a power of two."""
+"""Formations of rounds: every way to cut the ranks of a strategy into teams."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from fxpar.errors import StrategySyntaxError
+from fxpar.errors import DegreeError, StrategySyntaxError
 from fxpar.ir.strategy import Strategy
-from fxpar.ir.teams import formations
+from fxpar.ir.teams import formations, replicas_of_ranks
 
 
 def sizes(strategy: Strategy) -> tuple[int, ...]:
@@ -17,23 +17,27 @@ def sizes(strategy: Strategy) -> tuple[int, ...]:
     return tuple(team.world // team.replicas for team in teams for _ in range(team.replicas))
 
 
-@pytest.mark.parametrize(("text", "ranks", "least"), [("cp1", 1, 1), ("cp4", 4, 1), ("cp8", 8, 1), ("cp32", 32, 4)])
+@pytest.mark.parametrize(
+    ("text", "ranks", "least"),
+    [("cp1", 1, 1), ("cp4", 4, 1), ("cp8", 8, 1), ("cp32", 32, 4), ("cp6", 6, 1), ("ring3.cp4", 12, 2)],
+)
 def test_every_way_to_cut_the_ranks(text, ranks, least):
     found = formations(f"rounds({text}, {least})")
-    powers = [2**power for power in range(ranks.bit_length()) if 2**power >= least]
+    divisors = [size for size in range(ranks, least - 1, -1) if ranks % size == 0]
     want = {
         cut
         for count in range(1, ranks // least + 1)
-        for cut in itertools.combinations_with_replacement(sorted(powers, reverse=True), count)
+        for cut in itertools.combinations_with_replacement(divisors, count)
         if sum(cut) == ranks
     }
-    assert {sizes(one) for one in found} == want
+    assert {tuple(sorted(sizes(one), reverse=True)) for one in found} == want
     assert len(found) == len(want)
     assert sizes(found[0]) == (ranks,)
 
 
-def test_no_team_straddles_a_multiple_of_its_size():
-    for one in formations("rounds(cp8)"):
+@pytest.mark.parametrize("text", ["rounds(cp8)", "rounds(cp6)", "rounds(cp12, 2)"])
+def test_no_team_straddles_a_multiple_of_its_size(text):
+    for one in formations(text):
         for number, team in enumerate(one.teams):
             assert one.of_team(number).offset % (team.world // team.replicas) == 0
 
@@ -42,6 +46,8 @@ def test_a_team_is_the_strategy_on_fewer_ranks():
     names = [str(one) for one in formations("rounds(ring2.cp2+remat)")]
     assert names == ["ring2.cp2+remat", "dp2.cp2+remat", "cp2+remat | dp2+remat", "dp4+remat"]
     assert [str(one) for one in formations("rounds(tp2+sp)")] == ["tp2+sp", "dp2"]
+    names = [str(one) for one in formations("rounds(ring3.cp4, 3)")]
+    assert names == ["ring3.cp4", "dp2.ring3.cp2", "ring3.cp2 | dp2.ring3", "dp3.cp4", "dp4.ring3"]
 
 
 def test_narrower_teams_have_as_many_tokens_per_rank():
@@ -64,6 +70,21 @@ def test_teams_run_what_is_written():
     assert [str(one) for one in formations("rounds(tp6, pp3)")] == ["tp6", "pp3 | pp3"]
 
 
+def test_sizes_that_do_not_divide_each_other():
+    """The pair behind the single rank begins at a multiple of two; of five ranks none can."""
+    names = [str(one) for one in formations("rounds(cp6, ring3, cp2+remat, dp1)")]
+    assert names[:3] == ["cp6", "dp2.ring3", "ring3 | dp1 | cp2+remat"]
+    assert [str(one) for one in formations("rounds(cp5, ring3, cp2)")] == ["cp5", "ring3 | cp2"]
+
+
+def test_replicas_of_divisors_on_all_ranks():
+    found = replicas_of_ranks(Strategy.parse("ring3.cp4+zero3"), (12, 6, 4, 1))
+    names = {"ring3.cp4+zero3", "dp2.ring3.cp2+zero3", "dp3.cp4+zero3", "dp12+zero3"}
+    assert {str(one) for one in found.values()} == names
+    with pytest.raises(DegreeError, match=r"degree 5: .* replicas on all 12 ranks"):
+        replicas_of_ranks(Strategy.parse("cp12"), (5,))
+
+
 def test_other_strategies_are_what_they_are():
     strategy = Strategy.parse("cp2 | dp2")
     assert formations(strategy) == formations("cp2 | dp2") == (strategy,)
@@ -76,15 +97,15 @@ def test_other_strategies_are_what_they_are():
         ("rounds(cp2.rows2)", "axes tp, cp, ring"),
         ("rounds(cp2 | cp2)", "one strategy"),
         ("rounds(cp4[*.ffn: tp4])", "without rules"),
-        ("rounds(cp6)", r"powers of two up to 6; .* such as rounds\(cp6, cp3, dp1\)"),
-        ("rounds(cp4, 3)", "powers of two"),
-        ("rounds(cp4, 8)", "powers of two up to 4"),
+        ("rounds(cp4, 8)", "from 1 to 4 ranks, not 8"),
+        ("rounds(cp4, 0)", "from 1 to 4 ranks, not 0"),
+        ("rounds(cp12)", r"write rounds\(cp12, 2\)"),
         ("rounds(cp16)", r"write rounds\(cp16, 2\)"),
         ("rounds(cp64, 1)", r"write rounds\(cp64, 8\)"),
         ("rounds(cp16, ep4, rows4, tp4, cp4, dp1)", "name fewer strategies"),
         ("rounds(cp4, dp2)", "dp2.*one replica"),
         ("rounds(cp4, cp2 | cp2)", "without teams"),
-        ("rounds(cp4, tp3)", "3 ranks do not divide the 4 of cp4"),
+        ("rounds(cp4, tp3)", "teams of 4, 3 ranks never make 4 with one of 3"),
         ("rounds(cp4, 2, 1)", "an axis is"),
         ("rounds(cp4, )", "an axis is"),
         ("rounds(cq4)", "cq4"),

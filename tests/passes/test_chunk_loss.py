@@ -16,10 +16,11 @@ from fxpar.checking import assign, run_world
 from fxpar.errors import ChunkedLossError, ChunkedRuleError, ChunkedTokensError, NoVocabularyLossError
 from fxpar.ir.exec_graph import ExecGraph
 from fxpar.ir.graph import TensorMeta
-from fxpar.ir.node_meta import fqn_of, is_backward, local_meta
+from fxpar.ir.node_meta import fqn_of, is_backward, is_gradient, local_meta
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.lowering import lower, lower_forward
 from fxpar.memory.parts import accumulating_graph
+from fxpar.ops.traits import ADDED_PRODUCTS, MATRIX_PRODUCTS
 from tests.captured import Captured, gpt, llama, lowered, mlp, odd, take, tokens
 from tests.chunks import losses as own
 from tests.forwards import case
@@ -130,6 +131,8 @@ def test_one_chunk_after_the_other():
     assert set(numbers) == {0, 1, 2}
     last = max(i for i, n in enumerate(nodes) if "chunk" in n.meta)
     assert not any(is_backward(n) for n in nodes[:last])
+    products = [is_gradient(n) for n in nodes if "chunk" in n.meta and n.target in MATRIX_PRODUCTS | ADDED_PRODUCTS]
+    assert sorted(products) == [False] * 3 + [True] * 6  # of a chunk: the head, and its two gradients
 
 
 STAGED = ["dp2.pp2+chunks(2)", "pp2+chunks(3)+zb_h1", "pp2.tp2+sp+chunks(2)+gpipe"]

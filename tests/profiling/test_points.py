@@ -97,7 +97,7 @@ def test_the_slowest_rank_counts():
     ("kind", "of", "size", "words"),
     [
         ("thin product", "float32", 1024, "thin product in float32, 1,024 wide"),
-        ("attention", "bfloat16", 512, "attention in bfloat16, 512 tokens"),
+        ("backward attention", "bfloat16", 512, "backward attention in bfloat16, 512 tokens"),
         ("all_reduce", "intra", 4096, "all-reduce inside a node, 4,096 bytes"),
         ("launch", "kernel", 1, "launch of a kernel"),
     ],

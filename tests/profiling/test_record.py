@@ -25,7 +25,7 @@ from fxpar.profiling.record import (
 from fxpar.profiling.trials import THIN_ROWS
 
 CPU = torch.device("cpu")
-DEVICE_POINTS = [
+HALVES = [
     Point("product", "float32", 256, 2 * 256**3, 1e-3),
     Point("product", "float32", 512, 2 * 512**3, 4e-3),
     Point("product", "bfloat16", 256, 2 * 256**3, 5e-4),
@@ -33,6 +33,16 @@ DEVICE_POINTS = [
     Point("attention", "float32", 1024, 7 * 1024**2, (1024**2 + 512 * 1024) / 1e9),
     Point("attention", "bfloat16", 256, 7 * 256**2, (256**2 + 512 * 256) / 2e9),
     Point("attention", "bfloat16", 1024, 7 * 1024**2, (1024**2 + 512 * 1024) / 2e9),
+    # Backward: twice the operations of products, half as fast in bfloat16; of attention 2.5 times, at half the rate.
+    Point("backward product", "float32", 256, 4 * 256**3, 2e-3),
+    Point("backward product", "bfloat16", 256, 4 * 256**3, 2e-3),
+    Point("backward attention", "float32", 256, 17.5 * 256**2, (256**2 + 1024 * 256) / 2e8),
+    Point("backward attention", "float32", 1024, 17.5 * 1024**2, (1024**2 + 1024 * 1024) / 2e8),
+    Point("backward attention", "bfloat16", 256, 17.5 * 256**2, (256**2 + 512 * 256) / 4e8),
+    Point("backward attention", "bfloat16", 1024, 17.5 * 1024**2, (1024**2 + 512 * 1024) / 4e8),
+]
+DEVICE_POINTS = [
+    *HALVES,
     Point("copy", "memory", 1 << 20, 2e6, 1e-3),
     Point("copy", "memory", 1 << 27, 2e8, 1e-2),
     Point("add", "memory", 1 << 27, 3e8, 1.5e-2),
@@ -78,6 +88,7 @@ def test_one_rank_has_usual_links():
     assert (cluster.intra_gb_per_s, cluster.latency_us) == (usual.intra_gb_per_s, usual.latency_us)
     device = cluster.device
     assert device.tflops == {"float32": 0.06711, "bfloat16": 0.06711}  # the best of each, in four digits
+    assert device.backward_tflops == {"float32": 0.03355, "bfloat16": 0.03355}
     assert (device.memory_gb_per_s, device.launch_us) == (20, 2.5)  # of the largest size
     assert device.memory_gb is not None
     assert device.shared_by == 1
@@ -114,7 +125,7 @@ def test_kernels_and_transfers_beside_each_other(seconds, slowdown):
 
 
 def test_thin_products_say_how_much_of_their_traffic_takes_time():
-    """Half of what copies would take, beside the operations."""
+    """Half of what copies would take, beside the operations; backward a quarter, of two products with as much each."""
     rows = [(dtype, width) for dtype in ("float32", "bfloat16") for width in (64, 256)]
     points = list(DEVICE_POINTS)
     for dtype, width in rows:
@@ -122,8 +133,13 @@ def test_thin_products_say_how_much_of_their_traffic_takes_time():
         nbytes = (2 * THIN_ROWS * width + width**2) * (2 if dtype == "bfloat16" else 4)
         amount = 2.0 * THIN_ROWS * width**2
         points.append(Point("thin product", dtype, width, amount, amount / rate + 0.5 * nbytes / 20e9))
-    assert described(points, CPU, nodes=1, world=1).sustained.exposed_traffic == pytest.approx(0.5, rel=1e-3)
-    assert described(DEVICE_POINTS, CPU, nodes=1, world=1).sustained.exposed_traffic == 0  # nobody measured it
+        backward_s = 2 * amount / (rate / 2) + 0.25 * 2 * nbytes / 20e9
+        points.append(Point("backward thin product", dtype, width, 2 * amount, backward_s))
+    device = described(points, CPU, nodes=1, world=1).sustained
+    assert device.exposed_traffic == pytest.approx(0.5, rel=1e-3)
+    assert device.backward_exposed_traffic == pytest.approx(0.25, rel=1e-3)
+    device = described(DEVICE_POINTS, CPU, nodes=1, world=1).sustained
+    assert (device.exposed_traffic, device.backward_exposed_traffic) == (0, 0)  # nobody measured it
 
 
 def test_attention_has_a_rate_and_a_block():
@@ -131,6 +147,8 @@ def test_attention_has_a_rate_and_a_block():
     device = described(DEVICE_POINTS, CPU, nodes=1, world=1).sustained
     assert device.attention_tflops == {"float32": 0.007, "bfloat16": 0.014}
     assert device.attention_block == {"float32": pytest.approx(512, rel=1e-3), "bfloat16": pytest.approx(512, rel=1e-3)}
+    assert device.backward_attention_tflops == {"float32": 0.0035, "bfloat16": 0.007}
+    assert device.backward_attention_block == {"float32": 1024, "bfloat16": 512}
     points = [Point("attention", "float32", n, 7.0 * n**2, n**2.5) for n in (16, 64, 256)]
     assert fitted_attention(points)[1] == 0  # faster than a square where documents are short: no block below none
 

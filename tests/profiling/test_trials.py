@@ -7,11 +7,14 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpar.ir.node_meta import is_backward
 from fxpar.profiling import trials
-from fxpar.profiling.points import measured
+from fxpar.profiling.points import BACKWARD, measured
 from fxpar.profiling.trials import device_series, link_series
 from fxpar.runtime.forked import run_forked
+from tests.captured import llama
 
 CPU = torch.device("cpu")
 SIZES = (1 << 10, 1 << 12)
@@ -22,9 +25,9 @@ def test_results_are_kept(monkeypatch):
     monkeypatch.setattr(trials, "KEPT_BYTES", 3 << 12)
     made: list[weakref.ref[torch.Tensor]] = []
 
-    def run() -> torch.Tensor:
+    def run() -> tuple[torch.Tensor]:
         made.append(weakref.ref(out := torch.empty(1 << 10)))
-        return out
+        return (out,)
 
     keeping = trials._keeping(run)
     for _ in range(5):
@@ -32,34 +35,60 @@ def test_results_are_kept(monkeypatch):
     assert [one() is not None for one in made[1:]] == [False, False, True, True, True]
 
 
+class Layouts(TorchDispatchMode):
+    """Of the products that run: whether each operand is transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[bool, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default:
+            self.found.append(tuple(one.stride(0) == 1 for one in args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("half", "backward"), [("", False), (BACKWARD, True)])
+def test_products_are_those_of_captured_graphs(half, backward):
+    """Forward rows with the transposed weight, backward the gradients with the weight, and transposed with the rows."""
+    calls = [n for n in llama().graph.gm.graph.nodes if n.target is torch.ops.aten.mm.default]
+    transposed = torch.ops.aten.t.default
+    graphs = {tuple(one.target is transposed for one in n.args) for n in calls if is_backward(n) is backward}
+    run = trials._linear(CPU, "float32", 6, 4, half)
+    with Layouts() as layouts:
+        run()
+    assert set(layouts.found) == graphs
+    assert len(layouts.found) == len(graphs)
+
+
 def test_attention_keeps_a_gpu_busy():
     """With 4 heads an H200 waits below 8,192 tokens; nothing is prepared here, so that no GPU is needed."""
-    on_gpu, on_cpu = (next(trials._attention(torch.device(kind), "bfloat16")) for kind in ("cuda", "cpu"))
-    assert (on_gpu.size, on_gpu.amount) == (256, 7.0 * 32 * 64 * 256**2)
+    on_gpu, on_cpu = (next(trials._attention(torch.device(kind), "bfloat16", "")) for kind in ("cuda", "cpu"))
+    assert (on_gpu.size, on_gpu.amount) == (256, 2.0 * 32 * 64 * 256**2)
     assert on_gpu.amount == 8 * on_cpu.amount
+    assert next(trials._attention(CPU, "bfloat16", BACKWARD)).amount == 2.5 * on_cpu.amount
 
 
 def test_thin_products_are_measured_where_they_take_longer_than_starting_them():
     """An H200 does each in 13 us, all of them Python's: as traffic that would be 23 times what memory gives."""
     on_gpu, on_cpu = (len(device_series(torch.device(kind))) for kind in ("cuda", "cpu"))
-    assert (on_gpu, on_cpu) == (8, 9)  # that of a GPU has copies to its host
+    assert (on_gpu, on_cpu) == (12, 15)  # that of a GPU has copies to its host
 
 
 def test_a_device():
     points = measured(device_series(CPU, (8, 16), (1 << 12, 1 << 14)), CPU, 0.005, lambda text: None)
     found = {(point.kind, point.of): point for point in points}
+    halves = [f"{half}{kind}" for half in ("", "backward ") for kind in ("product", "thin product", "attention")]
     assert set(found) == {
-        ("product", "float32"),
-        ("product", "bfloat16"),
-        ("thin product", "float32"),
-        ("thin product", "bfloat16"),
-        ("attention", "float32"),
-        ("attention", "bfloat16"),
+        *((kind, dtype) for kind in halves for dtype in ("float32", "bfloat16")),
         ("copy", "memory"),
         ("add", "memory"),
         ("launch", "kernel"),
     }
     assert found["product", "bfloat16"].amount == 2 * 16**3
+    least = {(point.kind, point.of): point for point in reversed(points)}  # of which no series is too slow
+    for kind in ("product", "thin product"):
+        assert least[f"backward {kind}", "bfloat16"].amount == 2 * least[kind, "bfloat16"].amount
     assert found["copy", "memory"].amount == 2 * (1 << 14)
     assert found["add", "memory"].amount == 3 * (1 << 14)
     assert all(point.seconds > 0 for point in points)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -61,6 +61,12 @@ def test_degrees_that_heads_do_not_allow():
 def test_states_that_leave_no_room():
     with pytest.raises(RoundCostError, match=r"take 113\.9 GiB of each of 1 devices"):
         PUBLISHED["flexsp-7b"].teams((1,), 1, CONTEXT)
+
+
+def test_tokens_that_take_next_to_nothing():
+    """Counts stay whole numbers that arrays hold."""
+    (team,) = replace(PUBLISHED["flexsp-7b"], token_mib=1e-300).teams((8,), 8, 4096).values()
+    assert team.tokens == 8 * 2**40
 
 
 @pytest.mark.parametrize("wrong", [{"fixed_ms": -1.0}, {"per_token_ms": float("nan")}, {"tokens": 0}])

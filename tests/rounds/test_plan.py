@@ -104,6 +104,20 @@ def test_sequences_of_which_two_have_no_room_together():
     assert len(plan.rounds) == 8
 
 
+def test_long_sequences_share_rounds_that_are_no_neighbours():
+    """Memory makes three rounds of neighbours, and two of the longest with the shortest."""
+    plan = plan_rounds([9000, 7000, 6500, 3500], 4, {4: TeamCost(600.0, 0.01, 1e-6, 13_500)})
+    assert sorted(sorted(team.lengths) for one in plan.rounds for team in one.teams) == [[3500, 9000], [6500, 7000]]
+
+
+def test_of_few_sequences_all_cuts_are_tried():
+    """Two behind each other on all devices save what a round takes anyway, which estimates do not see."""
+    per_token = {1: 0.0164, 2: 0.3134, 4: 0.1567, 8: 0.0959}
+    costs = {degree: TeamCost(100.0, ms, 1.45e-7 / degree, 3120 * degree) for degree, ms in per_token.items()}
+    given = [11_648, 3616, 2768, 400]
+    assert plan_rounds(given, 8, costs).predicted_ms == pytest.approx(shortest_plan(given, 8, costs))
+
+
 def test_a_degree_that_holds_no_sequence():
     plan = plan_rounds([6000] * 3, 8, some(1, 8))
     check_plan(plan, [6000] * 3, 8, 8, some(1, 8))
@@ -123,6 +137,8 @@ def test_what_a_plan_says_of_itself():
 def test_bad_input():
     with pytest.raises(SequenceFitsNoTeamError, match=r"sequence 2 has 5,000 tokens.*of 2 ranks, holds 2,000.*5 dev"):
         plan_rounds([100, 5000], 4, some(1, 2))
+    with pytest.raises(SequenceFitsNoTeamError, match=r"5,000 tokens.*of 2 ranks, holds 2,000.*5 dev"):
+        plan_rounds([5000], 4, some(1, 2))  # no multiple of what all lengths are multiples of fits
     with pytest.raises(DegreeError, match="degree 8: a team has from 1 to 4 ranks"):
         plan_rounds([100], 4, some(8))
     with pytest.raises(DegreeError, match="there is no degree"):

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from fxpar.errors import ScheduleDeadlockError
 from fxpar.schedule import KINDS, Action, Costs, schedule
 from fxpar.schedule.lanes import run_lanes
-from fxpar.schedule.mini_batch import Flow, GroupAction, blocking, in_waves, overlapped, pace_of, simulate_mini_batch
+from fxpar.schedule.mini_batch import (
+    Flow,
+    GroupAction,
+    blocking,
+    in_waves,
+    overlapped,
+    pace_of,
+    simulate_mini_batch,
+    staged_bytes,
+)
 
 overwriting = st.lists(st.booleans(), min_size=1, max_size=6)
 
@@ -114,6 +123,15 @@ def test_what_flows_meanwhile_makes_nothing_slower(overwrites, data):
         assert begins >= max(begun, ended - min(takes, gives)) - 1e-9
         if action.kind == "run" and action.group >= 2:  # gradients of at most two groups
             assert begins >= found.spans[of("reduce", action.group - 2)][1]
+
+
+@pytest.mark.parametrize(
+    ("weights", "staged"),
+    [(100, 200), (3 << 20, 4 << 20), (20 << 20, 10 << 20), (1 << 30, 64 << 20)],
+)
+def test_messages_need_two_buckets(weights, staged):
+    """All both ways of little, an eighth of it twice of more, and never more than one may take."""
+    assert staged_bytes(weights, 64 << 20) == staged
 
 
 @given(st.sampled_from(sorted(KINDS)), st.integers(1, 5), st.integers(1, 4))

@@ -16,7 +16,7 @@ from tests.search.test_driver import LENGTHS, lowered, outlined, problem
 
 def rated(tokens: int, tokens_per_s: float) -> RatedSize:
     given = replace(problem(), batches=((tokens,),))
-    return RatedSize(tokens, given, SimpleNamespace(plans=[SimpleNamespace(predicted_s=tokens / tokens_per_s)]))
+    return RatedSize(tokens, given, SimpleNamespace(best=SimpleNamespace(predicted_s=tokens / tokens_per_s)))
 
 
 def test_sizes_are_halved_as_long_as_they_hold_the_longest_sequence():

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from fxpar.search.doubt import Doubt
 from fxpar.search.driver import _Search
-from fxpar.search.pricing import Doubt
 from tests.search.test_driver import known, problem
 
 
@@ -15,10 +15,14 @@ def test_a_set_is_given_up_where_it_is_sure_to_be_slower():
     doubt = Doubt((1.0, 2.0, 1.0, 4.0), must_s=2.0)
     assert not doubt.gives_up([9.0])  # one mini-batch says little
     assert not doubt.gives_up([1.01, 2.03])  # within 2 %
-    assert doubt.expected_s is None
+    assert doubt.sure_s is None
     assert doubt.gives_up([1.5, 3.0])
-    assert doubt.expected_s == pytest.approx(3.0)
+    assert doubt.sure_s == pytest.approx(0.98 * 3.0)
     assert not Doubt((1.0, 2.0, 1.0, 4.0), must_s=2.0).gives_up([9.0, 9.0, 9.0, 9.0])  # nothing is left to save
+    # What it takes at least needs no margin, where that is known of all.
+    assert not doubt.rules_out([1.0, 2.0])
+    assert Doubt((1.0, 2.0), must_s=1.6).rules_out([1.1, 2.1])
+    assert not Doubt((1.0, 2.0), must_s=1.6).rules_out([1.1, 2.0])
 
 
 def test_what_is_given_up_may_be_asked_again():

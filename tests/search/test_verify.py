@@ -14,8 +14,7 @@ PARTS = [[(1.0, 0.1), (2.0, 0.3)], [(1.5, 0.6), (1.2, 0.9)]]
 def plans(compute=1.0, link=1.0, parts=PARTS):
     """Whose mini-batches take just so many times the predicted seconds."""
     return [
-        VerifiedPlan(number, tuple(StepSeconds(own, sent, compute * own + link * sent) for own, sent in one))
-        for number, one in enumerate(parts, 1)
+        VerifiedPlan(tuple(StepSeconds(own, sent, compute * own + link * sent) for own, sent in one)) for one in parts
     ]
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ClusterError, LayoutError, NoOwnerError, PlannerError, SwitchPlanError
 from fxpar.switch import ParamLayout, plan_switch
-from fxpar.switch.planners import NAMES
+from fxpar.switch.planners import NAMES, PLAIN
+from fxpar.switch.planners.simple import least_seconds
 from tests.repeat import examples
 from tests.switch.moving import carry_out, simple_layout, state_of, switches, whole_tensors
 
@@ -57,6 +58,11 @@ def test_relays_never_cross_more(switch):
             having = {int(problem.node_of[rank]) for rank in np.flatnonzero(cls.held[piece])}
             floor += len(cls.members) * int(size) * len(lacking - having)
     assert relay.inter_node_bytes == floor <= direct.inter_node_bytes
+    plain = [plan_switch(source, target, cluster, name) for name in PLAIN]
+    assert all(least_seconds(problem) <= plan.predicted_s for plan in plain if len(plan.transfers))
+    # What no plain plan can undercut is taken without a look at these.
+    best = plan_switch(source, target, cluster)
+    assert best.predicted_s == min(plan.predicted_s for plan in (direct, relay, *plain))
 
 
 HOW = st.sampled_from(("drop", "twice", "source", "early", "bytes", "rank", "slice"))

@@ -14,6 +14,7 @@ from fxpar.errors import NoOwnerError, SwitchPlanError
 from fxpar.store import ParamSpec, home_layout
 from fxpar.switch import ParamLayout, SwitchPlan, plan_large_switch, plan_switch
 from fxpar.switch.by_turns import SAMPLE, SwitchByTurns, sampled
+from fxpar.switch.least import least_seconds, of_turns
 from fxpar.switch.reduction import ReductionByTurns, ReductionPlan, plan_reduction
 from fxpar.switch.transfers import TRANSFER
 from tests.repeat import examples
@@ -66,6 +67,19 @@ def test_the_parts_of_all_ranks_are_a_right_plan(data):
         assert plan.predicted_s == pytest.approx(whole_plan.predicted_s)
     if all(len(p.copies) == 1 for layout in (*sources, target) for p in layout.params.values()):
         assert plan.inter_node_bytes == whole_plan.inter_node_bytes
+        assert of_turns(plan) <= whole_plan.predicted_s * (1 + 1e-9)
+    best = plan_switch(sources[0], target, cluster, extra_holders=sources[1:])
+    least_s = least_seconds(sources[0], target, cluster, sources[1:])
+    assert least_s <= min(best.predicted_s, whole_plan.predicted_s) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_where_all_links_are_full_a_switch_takes_no_longer_than_it_must(listed):
+    a, b = (simple_layout(text, text, (2048, 4096)) for text in ("tp8@0", "dp4.tp2@1"))
+    expected = plan_switch(a, b, FOUR_BY_TWO).predicted_s
+    found = least_seconds(a, b, FOUR_BY_TWO) if listed else of_turns(plan_large_switch(a, b, FOUR_BY_TWO, "turns"))
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert least_seconds(a, b, FOUR_BY_TWO, [b]) == 0.0
 
 
 def assert_bounded(plan, table) -> None:

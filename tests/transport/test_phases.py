@@ -46,7 +46,7 @@ def test_phases_are_complete_and_bounded(case, staging_bytes, planner):
     assert np.allclose(share, 1)
     for phase in phases:
         assert set(table["step"][phase.rows].tolist()) == {phase.step}
-        limit = staging_bytes if len(phases) == 1 else staging_bytes // 2
+        limit = staging_bytes // 2  # as two are under way, of this plan or of another one in the same memory
         alone = len(np.unique(table["tensor"][phase.rows])) == 1
         smallest = alone and phase.parts >= longest_side(problem, table[phase.rows])
         assert smallest or load(problem, table, phase).max() <= limit
@@ -136,6 +136,8 @@ def test_a_bucketed_switch_comes_in_eighths(monkeypatch):
     plan = plan_switch(cut, whole, ClusterSpec(1, 2, 1.0, 1.0, 0))
     problem, table = plan.problem, plan.transfers
     assert len(cut_phases(problem, table, 1 << 20)) == 1
+    sent_and_received = int(load(problem, table, cut_phases(problem, table, 1 << 20)[0]).max())
+    assert len(cut_phases(problem, table, sent_and_received)) == 2  # of which each has half of the memory
     phases = cut_phases(problem, table, 1 << 20, bucketed=True)
     assert [sorted(set(table["tensor"][phase.rows].tolist())) for phase in phases] == [
         list(range(first, first + 4)) for first in range(0, 32, 4)

@@ -13,7 +13,7 @@ from fxpar.errors import PlannerContractError, PlannerError
 from fxpar.ir.registry import Registry
 from fxpar.switch.planners.hotspa import hotspa
 from fxpar.switch.planners.relay import relay
-from fxpar.switch.planners.simple import first_come, round_robin
+from fxpar.switch.planners.simple import first_come, least_seconds, round_robin
 from fxpar.switch.predict import seconds
 from fxpar.switch.problem import SwitchProblem
 from fxpar.switch.transfers import TRANSFER, ordered
@@ -28,6 +28,7 @@ PLANNERS: dict[str, Planner] = {
     "round_robin": round_robin,
     "first_come": first_come,
 }
+PLAIN = ("round_robin", "first_come")  # they relay nothing
 NAMES = (*PLANNERS, "auto")
 # "turns" is no planner of this kind: nobody makes its whole plan, see `fxpar.switch.by_turns`.
 _ELSEWHERE = {"auto": f"{__name__}:run_planner", "turns": "fxpar.switch.by_turns:switch_by_turns"}
@@ -48,10 +49,19 @@ def run_planner(problem: SwitchProblem, name: str) -> tuple[str, np.ndarray]:
     """
     if name not in NAMES:
         return name, _run_installed(problem, name)
-    chosen = list(PLANNERS) if name == "auto" else [name]
-    made = {candidate: PLANNERS[candidate](problem) for candidate in chosen}
-    best = min(chosen, key=lambda candidate: seconds(problem, made[candidate])) if len(chosen) > 1 else name
-    return best, ordered(made[best], problem.world)
+    best, made = _fastest(problem) if name == "auto" else (name, PLANNERS[name](problem))
+    return best, ordered(made, problem.world)
+
+
+def _fastest(problem: SwitchProblem) -> tuple[str, np.ndarray]:
+    best, made, took_s = "", np.empty(0, TRANSFER), float("inf")
+    for name, planner in PLANNERS.items():
+        if name in PLAIN and took_s <= least_seconds(problem):
+            continue
+        found = planner(problem)
+        if (found_s := seconds(problem, found)) < took_s:
+            best, made, took_s = name, found, found_s
+    return best, made
 
 
 def _run_installed(problem: SwitchProblem, name: str) -> np.ndarray:

@@ -1,10 +1,10 @@
-"""The two plain baselines: the first holder sends everything; holders take turns."""
+"""The two plain baselines: the first holder sends everything; holders take turns. Nothing is relayed."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from fxpar.switch.planners.groups import by_slice
+from fxpar.switch.planners.groups import by_slice, has_local_holder
 from fxpar.switch.problem import SwitchProblem
 from fxpar.switch.transfers import joined, rows
 
@@ -28,3 +28,12 @@ def _turns(problem: SwitchProblem, rotate: bool) -> np.ndarray:
             dst = np.broadcast_to(groups.receivers, (len(cls.members), *groups.receivers.shape))
             parts.append(rows(cls, groups.slices, groups.holders[None][:, :, turn], dst, 0))
     return joined(parts)
+
+
+def least_seconds(problem: SwitchProblem) -> float:
+    """What no plan without relays undercuts: ranks get over the network what no rank of their node holds."""
+    received = np.zeros(problem.world)
+    for cls in problem.classes:
+        received += len(cls.members) * (cls.nbytes @ (cls.missing & ~has_local_holder(problem, cls)))
+    cluster = problem.cluster
+    return float(received.max() / (cluster.inter_gb_per_s * 1e9)) + cluster.latency_us * 1e-6
