@@ -87,6 +87,7 @@ class ExampleNeededError(CaptureError):
     """
 
     def __init__(self, key: object, keys: Iterable[str], failed: Exception | None = None) -> None:
+        self.key = key
         why = f"the model or the loss function reads {key!r}, which the batch that fxpar captures with does not have"
         if failed is not None:
             why = f"the model takes {key!r} and failed on the batch that fxpar captures with ({failed})"

@@ -49,6 +49,16 @@ def load_module(spec: str, given: Mapping[str, str], *, dtype: torch.dtype, devi
     return (found if isinstance(found, nn.Module) else unpack(spec, found)[0]).to(dtype)
 
 
+def arguments_of(spec: str, given: Mapping[str, str]) -> dict[str, Any]:
+    """What the function is called with for the texts `given`, its defaults included. Raises ModelFunctionError,
+    ModelOptionError.
+    """
+    place, _, name = spec.rpartition(":")
+    signature = inspect.signature(find_function(spec, place, name))
+    known = {key: one.default for key, one in signature.parameters.items() if one.default is not one.empty}
+    return known | with_arguments(given, signature, spec)
+
+
 def find_function(spec: str, place: str, name: str) -> Callable[..., Any]:
     """The attribute `name` of the file or module `place`. Raises ModelFunctionError."""
     if not place or not name:

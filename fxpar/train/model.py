@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpar.errors import ModelOptionError, TextModelError, TrainedParametersError, VocabularyError
+from fxpar.errors import (
+    ExampleNeededError,
+    ModelOptionError,
+    TextModelError,
+    TrainedParametersError,
+    VocabularyError,
+)
 from fxpar.models import LoadedModel, load
 from fxpar.models.loaded import folder_of
 from fxpar.store.folder import Weights
@@ -22,6 +29,7 @@ from fxpar.train.config import TrainConfig
 VOCAB_MULTIPLE = 64
 # By kind of model: the options for the number of tokens and of positions.
 _OPTIONS = {"hf": ("vocab_size", "max_position_embeddings"), "llama": ("vocab", ""), "gpt": ("vocab", "positions")}
+_DO = "give it a [task.NAME] in place of [data], or train it in a loop of your own"
 
 
 def build_model(config: TrainConfig, vocab_size: int, tokenizer: str, device: str = "cpu") -> LoadedModel:
@@ -143,14 +151,22 @@ def _load(config: TrainConfig, options: dict[str, str], automatic: dict[str, str
         return load(config.model.name, options={**fewer, **options}, **settings)
 
 
+@contextmanager
+def text_alone(name: str) -> Iterator[None]:
+    """While the step of a run of text is captured: a key that it lacks is an error that says so (TextModelError)."""
+    try:
+        yield
+    except ExampleNeededError as error:
+        raise TextModelError(name, f"reads {error.key!r} beside token ids, and [data] has text alone: {_DO}") from error
+
+
 def _check_text(loaded: LoadedModel, vocab_size: int, tokenizer: str) -> None:
     if "input_ids" not in loaded.example_batch:
         keys = ", ".join(loaded.example_batch)
         raise TextModelError(
             loaded.name,
-            f"takes no input_ids (its batches have {keys}), and [data] is for causal language models: "
-            "give it a [task.NAME] in place of [data], or train it in a loop of your own, by plain calls after "
-            "fxpar.parallelize",
+            f"takes no input_ids (its batches have {keys}), and [data] is for causal language models: {_DO}, by plain "
+            "calls after fxpar.parallelize",
         )
     known = model_vocab(loaded.model)
     if known is not None and known < vocab_size:

@@ -29,7 +29,7 @@ from fxpar.errors import (
     TooManyRanksError,
     muted_warnings,
 )
-from fxpar.ir.teams import formations
+from fxpar.ir.teams import formations, teams_apart
 from fxpar.profiling.record import check_measured
 from fxpar.store.folder import Given
 from fxpar.switch.order import check_order
@@ -74,9 +74,12 @@ def check_parts(config: TrainConfig) -> None:
 
     Of weights to start from names and forms are looked at.
 
-    Raises OrderError, CorpusPathError, EmptyCorpusError, TokenizerError, MissingDataPackageError, and what `shapes_of`,
-    `check_tasks` and `Given.to` raise.
+    Raises TeamsGatherError, OrderError, CorpusPathError, EmptyCorpusError, TokenizerError, MissingDataPackageError, and
+    what `shapes_of`, `check_tasks` and `Given.to` raise.
     """
+    for text in task_texts(config.tasks, config.strategies):
+        for one in formations(text):
+            teams_apart(one)
     if config.tasks:
         check_tasks(config)
         _check_weights(config, None, lambda: task_model(config, "meta"))

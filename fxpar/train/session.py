@@ -25,7 +25,7 @@ from fxpar.runtime.options import cluster_here
 from fxpar.runtime.report import Evaluated, StepReport
 from fxpar.train.config import TrainConfig, described_cluster, token_budget
 from fxpar.train.loop import Training
-from fxpar.train.model import build_model, weights_in, weights_of
+from fxpar.train.model import build_model, text_alone, weights_in, weights_of
 from fxpar.train.optimize import changed_schedule, factor, make_optimizer, make_schedule
 from fxpar.train.shared import compiled_tasks
 from fxpar.train.task_source import TaskLoader, task_model, tasks_of
@@ -203,26 +203,27 @@ def open_session(
     count = sum(parameter.numel() for parameter in what.module.parameters())
     trained = sum(parameter.numel() for parameter in what.module.parameters() if parameter.requires_grad)
     engine = config.engine
-    model: Any = parallelize(
-        what.module if on_meta else what.module.to(device),
-        strategies=dict(config.strategies) or None,
-        token_budget=token_budget(engine, []),
-        cluster=described_cluster(engine),
-        memory_budget_bytes=engine.memory_budget_bytes,
-        gradients=engine.gradients,
-        merge=engine.merge,
-        compile=engine.compile,
-        checked=engine.checked,
-        length_multiple=engine.length_multiple,
-        precision=config.precision.compute,
-        loss_scale=config.precision.loss_scale,
-        deterministic=config.precision.deterministic,
-        nan=config.run.nan,
-        timeout_s=config.run.timeout_s,
-        monitor=monitor if monitor is not None else False,
-        seed=config.run.seed,
-        **what.told,
-    )
+    with text_alone(config.model.name):
+        model: Any = parallelize(
+            what.module if on_meta else what.module.to(device),
+            strategies=dict(config.strategies) or None,
+            token_budget=token_budget(engine, []),
+            cluster=described_cluster(engine),
+            memory_budget_bytes=engine.memory_budget_bytes,
+            gradients=engine.gradients,
+            merge=engine.merge,
+            compile=engine.compile,
+            checked=engine.checked,
+            length_multiple=engine.length_multiple,
+            precision=config.precision.compute,
+            loss_scale=config.precision.loss_scale,
+            deterministic=config.precision.deterministic,
+            nan=config.run.nan,
+            timeout_s=config.run.timeout_s,
+            monitor=monitor if monitor is not None else False,
+            seed=config.run.seed,
+            **what.told,
+        )
     optimizer = make_optimizer(model.parameters(), config.optimizer)
     scheduler = make_schedule(optimizer, config.schedule, config.run.steps)
     batches = model.plan_ahead(what.loader)

@@ -137,8 +137,10 @@ def test_options_are_compared_as_what_they_come_to(options, fits):
         PLAN.check("p", "llama", options, 4, resolved, ["vocab"])
 
 
-def test_options_of_other_loaders_are_compared_as_values():
-    assert resolved_options("my.py:make", {"a": "1.0", "b": "True"}) == {"a": 1.0, "b": True}
+def test_options_of_other_loaders_are_compared_as_values(tmp_path):
+    (tmp_path / "my.py").write_text("def make(a, b=False, c=3, **others): ...")
+    given = {"a": "1.0", "b": "True", "d": "2"}
+    assert resolved_options(f"{tmp_path}/my.py:make", given) == {"a": 1.0, "b": True, "c": 3, "d": 2}
     assert resolved_options("hf:llama", {"num_hidden_layers": "3"})["num_hidden_layers"] == 3
 
 

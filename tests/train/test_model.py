@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fxpar.errors import TextModelError, TrainedParametersError, VocabularyError
+from fxpar.errors import ExampleNeededError, TextModelError, TrainedParametersError, VocabularyError
 from fxpar.models import load
 from fxpar.train.config import parse_config
-from fxpar.train.model import _check_text, build_model, freeze, weights_of
+from fxpar.train.model import _check_text, build_model, freeze, text_alone, weights_of
 from tests.models.folder import write_folder
 
 
@@ -58,3 +58,10 @@ def parse_config_resumed(config):
     from dataclasses import replace
 
     return replace(config, checkpoint=replace(config.checkpoint, resume=True))
+
+
+def test_a_key_that_text_has_not_says_what_a_run_can_do():
+    """`parallelize` says to give an example; a run has a task for that."""
+    want = r"'my.py:make' reads 'features' beside token ids, .*give it a \[task.NAME\]"
+    with pytest.raises(TextModelError, match=want), text_alone("my.py:make"):
+        raise ExampleNeededError("features", ["input_ids"])

@@ -13,7 +13,14 @@ import pytest
 import torch
 
 from fxpar.checkpoint.lock import LOCK, release, take
-from fxpar.errors import MeasuredElsewhereError, ResumeError, RunFolderError, RunInUseError, WeightsMismatchError
+from fxpar.errors import (
+    MeasuredElsewhereError,
+    ResumeError,
+    RunFolderError,
+    RunInUseError,
+    TeamsGatherError,
+    WeightsMismatchError,
+)
 from fxpar.profiling.record import device_name
 from fxpar.runtime.forked import run_forked
 from fxpar.train import preflight
@@ -160,3 +167,8 @@ def test_weights_that_do_not_fit_before_ranks_start(tmp_path, monkeypatch):
     write_folder(folder, num_hidden_layers=2)
     with pytest.raises(WeightsMismatchError, match=r"9 not in the folder: model.layers.1.self_attn"):
         check_parts(config)
+
+
+def test_teams_that_cannot_gather_together_before_ranks_start(config):
+    with pytest.raises(TeamsGatherError, match=r"'cp4\+zero3' begins at rank 0 of 7"):
+        check_parts(replace(config, strategies=((32, "cp4+zero3 | tp3+zero3"),)))
