@@ -167,8 +167,11 @@ def _sizes_text(found: Sequence[MemoryPrediction], tokens: int | None) -> str:
         size = min(padded) if tokens is None or name != asked else tokens // rows
         padded.pop(size, None)
         alike = any(len(who) == len(found) for who in padded.values())
-        told = [f"to {other}" + ("" if alike else f" by {', '.join(who)}") for other, who in padded.items()]
-        parts.append(f", {name} = {size}" + (f", rounded up {' and '.join(told)}" if told else ""))
+        by = {other: "" if alike else f" by {', '.join(who)}" for other, who in padded.items()}
+        more = [f"to {other}{who}" for other, who in by.items() if other > size]
+        fewer = [f"{other}{who}" for other, who in by.items() if other < size]
+        parts.append(f", {name} = {size}" + (f", rounded up {' and '.join(more)}" if more else ""))
+        parts += [f", in narrower teams {' and '.join(fewer)}"] * bool(fewer)
     return "".join(parts)
 
 

@@ -64,6 +64,10 @@ def test_who_pads_the_tokens(strategies, tokens, said):
 def test_only_tokens_are_asked_for():
     found = SimpleNamespace(sizes={"B": 2, "T": 78}, strategy="tp2+sp", tokens=156)
     assert _sizes_text([found], 154) == ", B = 2, T = 77, rounded up to 78"
+    widest, narrow = (
+        SimpleNamespace(sizes={"T": n}, strategy=name, tokens=n) for n, name in ((78, "cp2"), (39, "dp2"))
+    )
+    assert _sizes_text([widest, narrow], 77) == ", T = 77, rounded up to 78 by cp2, in narrower teams 39 by dp2"
     assert _sizes_text([SimpleNamespace(sizes={}, strategy="dp1", tokens=0)], 77) == ""
 
 
