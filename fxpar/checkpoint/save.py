@@ -208,7 +208,9 @@ def _write_tensors(place: _Place, content: Content, group: dist.ProcessGroup | N
     except dcp.CheckpointException as failure:
         rank, (error, _) = min(failure.failures.items())
         wrapped = _Wrap(place.final.parent)(error)
-        raise CheckpointWriteError(wrapped.path, f"rank {rank}: {wrapped.why}") from error
+        mine = CheckpointWriteError(wrapped.path, f"rank {rank}: {wrapped.why}")
+        # That of rank 0 on all: each sees another free space.
+        raise gathered(group, lambda: mine, _Wrap(place.final.parent))[0] from error
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ class Doubt:
         if least_s <= 0:
             return False
         sure_s = (1 - margin) * sum(seconds) / least_s * sum(self.least_s) / len(self.least_s)
-        if sure_s < self.must_s:
+        if not self.must_s <= sure_s < math.inf:  # no number where nothing is known of what it takes at least
             return False
         self.sure_s = sure_s
         return True

@@ -128,16 +128,18 @@ def test_killed_while_writing(tmp_path):
     assert_intact(tmp_path, saved)
 
 
-def test_disk_full_on_one_rank(tmp_path):
+def test_disk_full_on_one_rank(tmp_path, monkeypatch):
     """All ranks raise the same error, which names the rank; nothing is left behind."""
     saved = saved_once(tmp_path, 3)
 
     def work(rank):
         model, optimizer = make(3)
+        monkeypatch.setattr("shutil.disk_usage", lambda path: usage(10**12, 0, 10**11 + 10**9 * rank))  # it changes
         if rank == 2:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
         save_checkpoint(tmp_path, 2, model, optimizer, {})
 
+    usage = type(shutil.disk_usage("/"))
     errors = run_forked(3, failing(work), 60)
     assert len(set(errors)) == 1
     assert "CheckpointWriteError" in errors[0]
