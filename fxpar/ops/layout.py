@@ -115,8 +115,8 @@ def unfuse(fused: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
 
 
 def shift(x: Tensor, degree: int, index: int, group: str, places: Sequence[int] = ()) -> Tensor:
-    """x of the rank before in a ring of `degree`, not waited for; `index` is this rank's place there. `places` are where
-    the ranks of the ring stand in the group, which has them in ascending order; () where that is the ring's order.
+    """x of the rank before in a ring of `degree`, not waited for; `index` is this rank's place there. `places` are
+    where the ranks of the ring stand in the group, which has them in ascending order; () where the ring has so too.
     """
     before, behind = ((places or range(degree))[(index + step) % degree] for step in (-1, 1))
     come, go = ([x.shape[0] * (i == peer) for i in range(degree)] for peer in (before, behind))
