@@ -11,8 +11,7 @@ teams        if they may be, the best wide replicas beside the best narrow ones 
 rounds       if they are asked for, which strategies the teams of each size should run, see `fxpar.search.rounds`
 rules        the best set and the best static strategy get rules and stages that differ, see `fxpar.search.ruled`
 orders       the ranks of these are permuted, see `fxpar.search.rank_orders`
-bound        each mini-batch cut at its own best limits, without borders and rests: no set without rules takes less.
-             With rules, each module at its cheapest too, see `fxpar.search.ideal`
+bound        each mini-batch cut at its own best limits, without borders and rests; see `fxpar.search.ideal` for rules
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from fxpar.ir.teams import largest_team
 from fxpar.search.doubt import FEW, Doubt
 from fxpar.search.price import Depth, Priced
 from fxpar.search.sets import DIFFERENT
-from fxpar.search.switching import LeastSwitches, ModelSwitches, Outlines, SetSwitches
+from fxpar.search.switching import ModelSwitches, Outlines, SetSwitches
 from fxpar.search.traffic import SetTraffic, lowered
 from fxpar.store.memory import reserved_gradients
 
@@ -179,8 +179,9 @@ class SetPricer:
         return min(found, key=lambda one: one.predicted_s, default=None)
 
     def at_best_s(self, chosen: Sequence[tuple[int, Priced]]) -> float:
-        """Seconds of a mini-batch if memory were no matter: weights stay side by side, and micro-batches are as large
-        as one could want. `price` takes no less, and much longer, as it predicts what all of this would need.
+        """Seconds of a mini-batch if memory were no matter: weights stay side by side, micro-batches are as large as
+        one could want, and switches take what they must. `price` takes no less, and much longer, as it predicts what
+        all of this would need.
         """
         groups = []
         for limit, one in chosen:
@@ -189,7 +190,7 @@ class SetPricer:
                 return math.inf
             groups.append(LengthGroup(limit, one.strategy, wanted[1], one.multiple))
         unique = {one.name: one for _, one in chosen}
-        switching = self._switches.of_set(unique, tuple(unique), guess=True)
+        switching = self._switches.of_set(unique, tuple(unique), guess=True).at_least()
         ways = (True, False) if self._may_overlap(chosen) else (False,)
         plans = [self._mini_batches(chosen, groups, switching, overlap) for overlap in ways]
         return min(sum(plan.predicted_s for plan in each) / len(each) for each in plans) + self.optimizer_s
@@ -216,9 +217,7 @@ class SetPricer:
                 break
         return found
 
-    def _border_s(
-        self, chosen: Sequence[tuple[int, Priced]], switching: SetSwitches | LeastSwitches, overlap: bool
-    ) -> BorderSeconds:
+    def _border_s(self, chosen: Sequence[tuple[int, Priced]], switching: SetSwitches, overlap: bool) -> BorderSeconds:
         """What borders of a set add to a mini-batch."""
         unique = {one.name: one for _, one in chosen}
         reductions = SetReductions({name: one.reduce_s for name, one in unique.items()})
@@ -243,7 +242,7 @@ class SetPricer:
         """Whether a set is given up for what its first mini-batches take at least: without a switch that is planned, or
         a micro-batch that is made up.
         """
-        border_s, costs = self._border_s(chosen, LeastSwitches(switching), overlap), [one.cost for _, one in chosen]
+        border_s, costs = self._border_s(chosen, switching.at_least(), overlap), [one.cost for _, one in chosen]
         least_s = []
         for batch in self.batches[:FEW]:
             least_s.append(least_batch_s(batch, groups, costs, border_s, packed=self.packed, known=self._loads))

@@ -37,6 +37,7 @@ from fxpar.switch.layout import ParamLayout
 from fxpar.switch.order import EXHAUSTIVE
 
 MOST_FACTORS = 6  # prime factors inside of a node, or axes between nodes, that are permuted: 64 devices, 720 orders
+MOST_RANKS = 256  # of a cluster: with more, pricing a set again takes many seconds
 MOST_ORDERS = 24  # of a strategy
 WORTH = 0.0005  # of a mini-batch: what a guess must promise, as pricing a set takes a second
 MOST_SETS = 64  # of orders that are compared; else they are chosen for one strategy after the other
@@ -117,17 +118,16 @@ def with_best_orders(chosen: Chosen, settled: PricedSet, pricer: SetPricer) -> P
     """A settled set with the orders of ranks that take least; `settled` where none is faster. Orders are chosen by a
     guess at switches and reductions; the best ones are then priced as sets are.
     """
-    if pricer.switches is None or settled.traffic is None:
+    if pricer.switches is None or settled.traffic is None or pricer.cluster.world > MOST_RANKS:
         return settled
-    best, orders = settled, _Orders(pricer, pricer.switches, chosen, settled.traffic)
-    worth = WORTH * settled.predicted_s
+    orders = _Orders(pricer, pricer.switches, chosen, settled.traffic)
     # Weights that nest share memory, so that they may stay where they did not.
-    for stay in dict.fromkeys((bool(settled.traffic.switching.resident), True)):
-        tried, saved = orders.best(stay)
-        priced = pricer.price(tried, settle=True) if saved > worth else None
-        if priced is not None and priced.predicted_s < best.predicted_s:
-            best = priced
-    return best if best is settled else replace(best, usual=settled)
+    ways = dict.fromkeys((bool(settled.traffic.switching.resident), True))
+    tried, saved = max(map(orders.best, ways), key=lambda one: one[1])
+    priced = pricer.price(tried, settle=True) if saved > WORTH * settled.predicted_s else None
+    if priced is None or priced.predicted_s >= settled.predicted_s:
+        return settled
+    return replace(priced, usual=settled)
 
 
 @dataclass
@@ -186,11 +186,11 @@ class _Orders:
     def _reduce_s(self, one: Priced) -> float:
         base, moved = (one.base, one.moved) if isinstance(one, Ordered) else (one, None)
         if not isinstance(base, Candidate):
-            return one.reduce_s
+            return 0.0  # in any order: it has only the usual one
         key = "gradients", one.name
         if key not in self._known:
             self._known[key] = [self._reduction(program, moved) for program in base.programs]
-        return max(0.0, extrapolated([self._guess.seconds([one]) for one in self._known[key]], float(base.steps)))
+        return extrapolated([self._guess.seconds([one]) for one in self._known[key]], float(base.steps))
 
     def _reduction(self, program: TrainGraph, moved: Moved | None) -> Travels:
         terms = terms_of(program, moved)

@@ -116,12 +116,11 @@ def _some(options: Sequence[Priced]) -> list[Priced]:
 
 
 def _may_be_team(one: Priced) -> bool:
-    """Whether its replicas take the same on ranks of their own: ZeRO is over all of them, and the stages of several
-    pipelines lie between each other.
+    """Whether its replicas take the same on ranks of their own: ZeRO is over all of them. Pipelines take no more, as
+    their stages lie behind each other there, and those of replicas between each other.
     """
     strategy = one.strategy
-    alone = strategy.pipeline_size == 1 or strategy.replicas == 1
-    return alone and strategy.bins == 1 and not (strategy.teams or strategy.zero)
+    return strategy.bins == 1 and not (strategy.teams or strategy.zero)
 
 
 def _seconds(one: Priced, pricer: SetPricer) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -94,7 +94,7 @@ class KnownSwitches:
         return self._schedule.weights(HOME, target, frozenset(sources))
 
     def least_s(self, target: str, sources: Iterable[str]) -> float:
-        """Seconds that the switch to a placement takes at least, where no others than `sources` hold their weights."""
+        """Seconds that the switch to a placement takes at least, where `sources` still hold their weights."""
         key = target, frozenset(sources)
         if key not in self._least:
             self._least[key] = self._schedule.least_weights_s(HOME, *key)
@@ -129,31 +129,42 @@ def _outside(mine: PlacedParam, theirs: Sequence[PlacedParam], world: int) -> np
 class SetSwitches:
     """Switches among the strategies of a set, home included; as `fxpar.batching.borders` asks for them. `placed` are
     their placements by name; `known` the numbers of layers from which those of the whole model follow, which has so
-    many `steps` more.
+    many `steps` more. With `least` each takes what it takes at least.
     """
 
     known: Sequence[KnownSwitches]
     steps: float
     placed: Mapping[str, str]
     resident: Collection[str]
+    least: bool = False
     _orders: dict[frozenset[str], tuple[str, ...]] = field(default_factory=dict)
 
+    def at_least(self) -> SetSwitches:
+        """The same with what each switch takes at least: none is planned."""
+        return replace(self, least=True, _orders={})
+
     def predicted_s(self, name: str, visited: Sequence[str]) -> float:
-        found = self._switches(name, visited)
-        return max(0.0, extrapolated([one.predicted_s for one in found], self.steps)) if found else 0.0
+        sources = self._sources(name, visited)
+        if sources is None:
+            return 0.0
+        place = self.placed[name]
+        each = [
+            one.least_s(place, sources) if self.least else one.switch(place, sources).predicted_s for one in self.known
+        ]
+        return max(0.0, extrapolated(each, self.steps))
 
     def sent(self, name: str, visited: Sequence[str]) -> LinkBytes:
         """What the same switch sends."""
-        found = self._switches(name, visited)
+        sources = self._sources(name, visited)
+        found = [] if sources is None else [one.switch(self.placed[name], sources) for one in self.known]
         levels = [one.intra_node_bytes for one in found], [one.inter_node_bytes for one in found]
         return LinkBytes(*(extrapolated(level, self.steps) for level in levels)) if found else LinkBytes()
 
-    def _switches(self, name: str, visited: Sequence[str]) -> list[Hop]:
-        """One for each of `known`; none where the weights are there."""
+    def _sources(self, name: str, visited: Sequence[str]) -> list[str] | None:
+        """The placements that still hold their weights; None where those of this strategy are there."""
         if (name in visited and name in self.resident) or (visited and visited[-1] == name):
-            return []
-        sources = [place for one, place in self.placed.items() if one in visited and one in self.resident]
-        return [one.switch(self.placed[name], sources) for one in self.known]
+            return None
+        return [place for one, place in self.placed.items() if one in visited and one in self.resident]
 
     def order(self, names: Collection[str]) -> tuple[str, ...]:
         """The order of these strategies with the fastest switches."""
@@ -165,27 +176,6 @@ class SetSwitches:
 
     def _total_s(self, order: Sequence[str]) -> float:
         return sum(self.predicted_s(name, order[:number]) for number, name in enumerate(order))
-
-
-@dataclass(frozen=True)
-class LeastSwitches:
-    """What `switches` take at least, in any order, as `fxpar.batching.borders` asks for it. Nothing is planned."""
-
-    switches: SetSwitches
-
-    @property
-    def resident(self) -> Collection[str]:
-        return self.switches.resident
-
-    def predicted_s(self, name: str, visited: Sequence[str]) -> float:
-        """As if all others that stay had run before."""
-        placed, steps = self.switches.placed, self.switches.steps
-        others = {placed[one] for one in self.resident if one != name}
-        return max(0.0, extrapolated([one.least_s(placed[name], others) for one in self.switches.known], steps))
-
-    def order(self, names: Collection[str]) -> tuple[str, ...]:
-        """Any will do."""
-        return tuple(name for name in self.switches.placed if name in names)
 
 
 @dataclass

@@ -33,6 +33,7 @@ from fxpar.switch.node_first import room_for_sums
 
 BEST = 3  # strategies for some lengths, that are tried as teams
 PAIRS = 12  # that a search takes up
+PIPELINES = 7  # that stand one by one beside a wide replica
 
 
 @dataclass
@@ -146,7 +147,8 @@ def pairs(
 ) -> list[tuple[Teams, np.ndarray]]:
     """Guesses at a wide replica beside narrow ones, with their `least_seconds`: those that may take least. `seconds`
     are those of the candidates, of which the best for some lengths are tried: the wide ones for the longest, by their
-    number of ranks, and the narrow ones for the shortest.
+    number of ranks, and the narrow ones for the shortest. Of these, pipelines may have as many ranks as the wide
+    replica, as HSPMD runs them: tensors are cut into fewer parts there.
     """
     world, edges = pricer.cluster.world, range(len(intervals.edges))
     known = [n for n, one in enumerate(candidates) if _may_be_team(one.strategy)]
@@ -160,7 +162,8 @@ def pairs(
         wide = {n for i in edges for n in sorted(several, key=lambda n: means[n][i, -1])[:BEST]}
         for one, other in itertools.product(sorted(wide), sorted(narrow)):
             each = world // candidates[other].strategy.replicas
-            if each >= ranks or (world - ranks) % each:
+            staged = candidates[other].strategy.pipeline_size > 1
+            if each > ranks or (each == ranks and not staged) or (world - ranks) % each or one == other:
                 continue
             guess = _pair(candidates[one], candidates[other], (world - ranks) // each)
             budgets = pricer.budgets(guess, intervals.edges)
@@ -180,8 +183,11 @@ def _may_be_team(strategy: Strategy) -> bool:
 
 
 def _pair(wide: Priced, narrow: Priced, count: int) -> Teams:
-    teams = _replicas(wide.strategy, 1), _replicas(narrow.strategy, count)
-    return Teams(Strategy((), teams=teams), wide.cluster, wide.anchors, (wide, narrow))
+    """A few pipelines stand one by one, each on ranks of its own: stages of replicas would lie between each other."""
+    apart = narrow.strategy.pipeline_size > 1 and count <= PIPELINES
+    each = (1,) * count if apart else (count,)
+    teams = _replicas(wide.strategy, 1), *(_replicas(narrow.strategy, copies) for copies in each)
+    return Teams(Strategy((), teams=teams), wide.cluster, wide.anchors, (wide, *[narrow] * len(each)))
 
 
 def _replicas(strategy: Strategy, count: int) -> Strategy:

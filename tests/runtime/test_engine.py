@@ -17,14 +17,12 @@ from fxpar.errors import (
     NanLossError,
     OrderError,
     ParallelizeError,
-    RankError,
     SequenceError,
     SequenceTooLongError,
     StrategyWorldsError,
     TokenBudgetError,
     TokenIdError,
 )
-from fxpar.runtime.forked import run_forked
 from fxpar.switch.node_first import NodeFirstPlan
 from tests.runtime.hot import (
     STRATEGIES,
@@ -393,13 +391,3 @@ def test_bad_options():
 def test_without_a_process_group_the_error_says_how_to_start():
     with pytest.raises(ParallelizeError, match="torchrun"):
         fxpar.parallelize(small(), strategies={16: "dp4"})
-
-
-def test_a_failing_rank_is_reported():
-    def work(rank):
-        if rank == 1:
-            raise ValueError("boom")
-        return rank
-
-    with pytest.raises(RankError, match="boom"):
-        run_forked(2, work)

@@ -14,6 +14,16 @@ from fxpar.runtime.forked import run_forked
 from tests.runtime.hot import World
 
 
+def test_a_failing_rank_is_reported():
+    def work(rank: int) -> int:
+        if rank == 1:
+            raise ValueError("boom")
+        return rank
+
+    with pytest.raises(RankError, match="boom"):
+        run_forked(2, work)
+
+
 def test_a_rank_that_hangs_says_where():
     def wait_for_ever(rank: int) -> None:
         if rank == 1:

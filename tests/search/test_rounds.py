@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,7 @@ from fxpar.search.chosen import PlannedFor
 from fxpar.search.plan_file import parse_plan
 from fxpar.search.pricing import SetPricer
 from fxpar.search.problem import Found
-from fxpar.search.rounds import _guessed_s, _options, best_rounds
+from fxpar.search.rounds import _guessed_s, _may_be_team, _options, best_rounds
 from tests.search.test_driver import LINKS, lowered, outlined, problem
 
 MEMORY = 5_000_000
@@ -80,6 +81,11 @@ def test_rounds_that_take_less_than_the_best_set_are_the_plan(teams):
         else:
             assert len(plan.groups) == 1
             assert plan.strategies[best.groups[0].limit] == best.groups[0].strategy
+
+
+@pytest.mark.parametrize(("name", "may"), [("dp2.pp2", True), ("pp2", True), ("dp2+zero1", False), ("rows2", False)])
+def test_teams_are_what_takes_the_same_on_ranks_of_its_own(name, may):
+    assert _may_be_team(SimpleNamespace(strategy=Strategy.parse(name))) == may
 
 
 def test_the_widest_holds_the_longest_sequence(pricer, known):

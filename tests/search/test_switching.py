@@ -11,7 +11,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.passes.share_weights import ALIGN_BYTES, ShareWeights, laid_out
 from fxpar.search.known import KnownModel
 from fxpar.search.pricing import SetPricer
-from fxpar.search.switching import LeastSwitches, placement_of
+from fxpar.search.switching import placement_of
 from fxpar.store import home_of
 from fxpar.switch import layout_of
 from fxpar.switch.order import SwitchSchedule
@@ -36,9 +36,9 @@ def test_they_take_as_long_as_those_of_the_set_alone(resident):
         for number, name in enumerate(order):
             expected = alone.plan(name, order[:number]).predicted_s
             assert mine.predicted_s(name, order[:number]) == pytest.approx(expected, rel=1e-9)
-            assert LeastSwitches(mine).predicted_s(name, order[:number]) <= expected * (1 + 1e-9)
+            assert mine.at_least().predicted_s(name, order[:number]) <= expected * (1 + 1e-9)
     # Whole weights are gathered from both ranks, over the only link there is.
-    least_s = LeastSwitches(known.switches.of_set(priced, (), guess=False)).predicted_s("dp2", ())
+    least_s = mine.at_least().predicted_s("dp2", ())
     assert least_s == pytest.approx(alone.plan("dp2", ()).predicted_s, rel=1e-9)
 
 

@@ -20,7 +20,7 @@ from fxpar.search.going_home import going_home, sent_home
 from fxpar.search.known import KnownModel
 from fxpar.search.price import Depth
 from fxpar.search.problem import Problem
-from fxpar.search.teams import TeamsCandidate, without_teams
+from fxpar.search.teams import TeamsCandidate, _pair, without_teams
 from tests.search.shallow import shallow, stack_rows
 from tests.search.test_driver import LINKS, lowered, outlined, problem, rows
 from tests.search.test_simulate import priced
@@ -140,3 +140,15 @@ def test_pairs_are_a_wide_replica_and_narrow_ones():
     assert priced is not None
     assert least[:, 0, -1].mean() <= priced.predicted_s - priced.exposed_s
     assert np.isinf(without_teams(search.candidates, search.seconds)[-1]).all()
+
+
+def test_narrow_pipelines_stand_one_by_one_and_may_have_as_many_ranks():
+    given = replace(problem(None, names=("dp2.tp2+sp", "dp2.pp2")), cluster=FOUR, teams=True)
+    search = _Search(given, given.known(lowered, outlined), lambda _: None)
+    search.lower_all()
+    assert [one.name for one in search.candidates[2:]] == ["tp2+sp | pp2"]
+    wide, narrow = search.candidates[:2]
+    three = _pair(wide, narrow, 3)
+    assert three.name == "tp2+sp | pp2 | pp2 | pp2"
+    assert three.cost.teams == (wide.cost, *[narrow.cost] * 3)
+    assert _pair(wide, narrow, 8).name == "tp2+sp | dp8.pp2"
