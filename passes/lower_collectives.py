@@ -148,7 +148,13 @@ def _partial(emit: _Emitter, x: fx.Node, axis: str) -> fx.Node:
 
 def _shift(emit: _Emitter, x: fx.Node, axis: str) -> fx.Node:
     # Nothing stands between the wait and who reads it, so that it can sink.
-    return emit.communicate(layout.shift, axis, _shape(x), _shape(x), x, emit.degree(axis), f"#{axis}")
+    wait = emit.communicate(layout.shift, axis, _shape(x), _shape(x), x, emit.degree(axis), f"#{axis}")
+    axes = tuple(axis.split("."))
+    if not emit.mesh.ascends(axes):  # tokens are cut by axes in another order than that of ranks
+        group = emit.mesh.group_of(emit.mesh.offset, axes)
+        shift = wait.all_input_nodes[0]
+        shift.args = (*shift.args, [sorted(group).index(rank) for rank in group])
+    return wait
 
 
 def _exchange(emit: _Emitter, x: fx.Node, axis: str, sent: fx.Node, received: fx.Node) -> fx.Node:

@@ -193,13 +193,17 @@ def _check_version(about: Any, device: Mapping[str, Any], source: str) -> None:
     again = f"Measure again with `fxpar profile`, or delete the table `{MEASURED}` if these are figures of your own"
     if version > VERSION:
         raise ClusterError(source, f"{MEASURED}.version = {brief(version)} is newer than {VERSION}. {again}")
+    own = "backward_exposed_traffic"  # that of the forward is left out where it is 0
+    lacks = [own] if device.get(own) is None else []
     for name in _OF_HALVES:
-        forward, backward = device.get(name), device.get(f"backward_{name}")
-        lacks = [key for key, table in ((name, forward), (f"backward_{name}", backward)) if table is None]
-        if isinstance(forward, Mapping) and isinstance(backward, Mapping):
-            lacks = [f"backward_{name}.{dtype}" for dtype in forward if dtype not in backward]
-        if lacks:
-            raise ClusterError(source, f"was measured, and lacks device.{', device.'.join(lacks)}. {again}")
+        halves = {key: device.get(key) for key in (name, f"backward_{name}")}
+        lacks += [key for key, figures in halves.items() if figures is None]
+        tables = {key: figures for key, figures in halves.items() if isinstance(figures, Mapping)}
+        if len(tables) == len(halves):
+            dtypes = dict.fromkeys(dtype for table in tables.values() for dtype in table)
+            lacks += [f"{key}.{dtype}" for key, table in tables.items() for dtype in dtypes if dtype not in table]
+    if lacks:
+        raise ClusterError(source, f"was measured, and lacks device.{', device.'.join(lacks)}. {again}")
 
 
 def _too_large(nodes: int, devices_per_node: int) -> str:

@@ -6,6 +6,8 @@ run time, so one graph serves every length.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -112,9 +114,12 @@ def unfuse(fused: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
     return [part.reshape(fused.shape[0], *shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def shift(x: Tensor, degree: int, index: int, group: str) -> Tensor:
-    """x of the rank before in a group of `degree`, not waited for; `index` is this rank's place there."""
-    come, go = ([x.shape[0] * (i == (index + step) % degree) for i in range(degree)] for step in (-1, 1))
+def shift(x: Tensor, degree: int, index: int, group: str, places: Sequence[int] = ()) -> Tensor:
+    """x of the rank before in a ring of `degree`, not waited for; `index` is this rank's place there. `places` are
+    where the ranks of the ring stand in the group, which has them in ascending order; () where the ring has so too.
+    """
+    before, behind = ((places or range(degree))[(index + step) % degree] for step in (-1, 1))
+    come, go = ([x.shape[0] * (i == peer) for i in range(degree)] for peer in (before, behind))
     return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), come, go, group)
 
 

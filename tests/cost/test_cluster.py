@@ -43,7 +43,8 @@ def test_a_device_in_both_formats(tmp_path):
 
 TABLES = ("tflops", "attention_tflops", "attention_block")
 HALVES = {half + name: {"float32": 1.0, "bfloat16": 2.0} for half in ("", "backward_") for name in TABLES}
-MEASURED = {**GOOD, "device": {"memory_gb_per_s": 1, "launch_us": 1, **HALVES}, "measured": {"version": VERSION}}
+DEVICE = {"memory_gb_per_s": 1, "launch_us": 1, "backward_exposed_traffic": 0.0, **HALVES}
+MEASURED = {**GOOD, "device": DEVICE, "measured": {"version": VERSION}}
 
 
 def test_what_was_measured_before_halves_were_is_of_both():
@@ -61,6 +62,8 @@ def test_what_was_measured_before_halves_were_is_of_both():
         ("attention_block", {}, "lacks device.attention_block"),
         ("tflops", {"backward_tflops": 5}, "lacks device.tflops"),
         ("", {"backward_attention_tflops": {"bfloat16": 1}}, "lacks device.backward_attention_tflops.float32. Measure"),
+        ("", {"tflops": {"float32": 1.0}}, "lacks device.tflops.bfloat16. Measure"),
+        ("backward_exposed_traffic", {}, "lacks device.backward_exposed_traffic. Measure"),
         ("", {"backward_tflops": {"bfloat16": -1, "float32": 1}}, "device.backward_tflops.bfloat16 = -1 must be > 0"),
     ],
 )

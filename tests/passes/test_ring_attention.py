@@ -94,7 +94,10 @@ def few_heads() -> Captured:
     return llama(kv_heads=1)
 
 
-@pytest.mark.parametrize("strategy", ["ring3", "cp2.ring2", "tp2.ring2+sp", "tp4+sp[*.attention: ring2.tp2]"])
+RINGS = ("ring3", "cp2.ring2", "tp2.ring2+sp", "tp4+sp[*.attention: ring2.tp2]", "tp2.ring2[*.attention: ring4]")
+
+
+@pytest.mark.parametrize("strategy", RINGS)
 def test_gradients_are_those_of_one_device(few_heads: Captured, strategy: str) -> None:
     """Lengths that no degree divides, two rows without documents."""
     result = few_heads.check(strategy)
