@@ -98,7 +98,7 @@ def check_lengths(text: str, tokenizer: str | None) -> None:
         return
     if tokenizer is None:
         do = "Name its tokenizer.json with --tokenizer; fxpar train leaves one beside its checkpoints"
-        raise LengthsError(text, "it is a corpus, and nobody says how its documents become tokens", do)
+        raise LengthsError(text, "it is a corpus, whose documents become tokens by a tokenizer", do)
     if not 2 <= corpus[1] <= LONGEST:
         raise LengthsError(text, f"{corpus[1]} tokens are no sequence", f"Write from 2 to {LONGEST:,}")
 
@@ -117,7 +117,7 @@ def _of_documents(text: str, source: str, longest: int, tokenizer: str | None) -
 def as_lengths(given: object) -> np.ndarray:
     """Lengths [N] from what `read_lengths` reads (but a corpus), or from the numbers. Raises LengthsError."""
     if isinstance(given, str) and corpus_of(given) is not None:
-        why = "it is a corpus, and nobody says how its documents become tokens"
+        why = "it is a corpus, whose documents become tokens by a tokenizer"
         raise LengthsError(given, why, "Give the numbers, such as [len(ids) for ids in documents]")
     if isinstance(given, str):
         return read_lengths(given)

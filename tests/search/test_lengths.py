@@ -38,7 +38,7 @@ def test_a_corpus_is_cut_as_training_cuts_it(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a b"}\n')
     assert read_lengths(f"{tmp_path / 'a.jsonl'}:8", tokenizer=str(tokenizer)).tolist() == [2]
     for text, given, why in (
-        (f"{folder}:4", None, "is a corpus, and nobody says how its documents become tokens. Name its tokenizer"),
+        (f"{folder}:4", None, "is a corpus, whose documents become tokens by a tokenizer. Name its tokenizer"),
         (f"{folder}:1", str(tokenizer), "1 tokens are no sequence"),
         (f"{folder}s:4", str(tokenizer), "there is no such file or folder. Name"),
         ("github:64", str(tokenizer), "these are lengths already, in tokens. Leave out --tokenizer"),
