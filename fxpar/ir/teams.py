@@ -166,7 +166,7 @@ def _words(choice: Strategy | str) -> list[str] | None:
     for place, word in enumerate(words):
         if re.match(r"[-+]?\d", word) and (place != 1 or len(words) > 2 or not _NUMBER.match(word)):
             why = "the least ranks of a team are one whole number behind it, as in rounds(cp8, 2)"
-            raise StrategySyntaxError(text, word, f"{word} is no strategy; {why}")
+            raise StrategySyntaxError(text, word, f"{word} is not a strategy; {why}")
     return words
 
 

@@ -107,7 +107,7 @@ def test_other_strategies_are_what_they_are():
         ("rounds(cp4, dp2)", "dp2.*one replica"),
         ("rounds(cp4, cp2 | cp2)", "without teams"),
         ("rounds(cp4, tp3)", "teams of 4, 3 ranks never make 4 with one of 3"),
-        ("rounds(cp4, 2, 1)", r"'rounds\(cp4, 2, 1\)': 2 is no strategy; .* as in rounds\(cp8, 2\)"),
+        ("rounds(cp4, 2, 1)", r"'rounds\(cp4, 2, 1\)': 2 is not a strategy; .* as in rounds\(cp8, 2\)"),
         ("rounds(4)", "4 is no strategy"),
         ("rounds(cp4, 1.5)", r"1\.5 is no strategy"),
         ("rounds(cp4, -1)", "-1 is no strategy"),
