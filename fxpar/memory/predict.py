@@ -22,7 +22,7 @@ from fxpar.memory.prediction import MemoryOverTime, MemoryPrediction, RankMemory
 from fxpar.memory.series import Peak, Series
 from fxpar.memory.state import home_bytes, sums_bytes
 from fxpar.memory.workspace import Conditions
-from fxpar.schedule.mini_batch import staged_bytes
+from fxpar.schedule.mini_batch import STAGING_BYTES, staged_bytes
 from fxpar.switch.layout import layout_of
 
 
@@ -36,7 +36,7 @@ def predict_memory(
     sizes: Mapping[str, int] | None = None,
     *,
     micro_batches: int | None = None,
-    staging_bytes: int = 64 << 20,
+    staging_bytes: int = STAGING_BYTES,
     conditions: Conditions = ONE_THREAD,
     cluster: ClusterSpec | None = None,
 ) -> MemoryPrediction:
@@ -65,7 +65,7 @@ def memory_over_time(
     sizes: Mapping[str, int] | None = None,
     *,
     micro_batches: int | None = None,
-    staging_bytes: int = 64 << 20,
+    staging_bytes: int = STAGING_BYTES,
     conditions: Conditions = ONE_THREAD,
     cluster: ClusterSpec | None = None,
     positions: Sequence[int] | None = None,

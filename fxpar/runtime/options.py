@@ -30,6 +30,7 @@ from fxpar.runtime.compiling import Ladder, as_printed
 from fxpar.runtime.gradients import Mode
 from fxpar.runtime.runner import Backend
 from fxpar.runtime.task import CompiledModel, Task, check_tasks
+from fxpar.schedule.mini_batch import STAGING_BYTES
 from fxpar.search.plan_file import Plan
 from fxpar.store.folder import Weights
 from fxpar.switch.by_turns import TURNS
@@ -104,7 +105,7 @@ class ParallelizeOptions:
     planner: str = field(default="auto", metadata=_only(str, 'name of a planner, such as "auto"'))
     execution: str = field(default="auto", metadata={"words": EXECUTIONS})
     staging_bytes: int = field(
-        default=64 << 20, metadata=_only(int | float, "number of bytes above 0, such as 64 << 20")
+        default=STAGING_BYTES, metadata=_only(int | float, "number of bytes above 0, such as 64 << 20")
     )
     checked: bool = False
     nan: Literal["error", "skip"] = "error"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fxpar.schedule.mini_batch import STAGING_BYTES
 from fxpar.store.weights import WeightStore
 from fxpar.switch.order import SwitchSchedule
 from fxpar.transport import Holding, ProcessGroups, Staging, Switch
@@ -16,7 +17,7 @@ class TransportOptions:
     """How bytes travel; see `fxpar.transport`. Staging memory and process groups are shared by all switches."""
 
     execution: str = "auto"
-    staging_bytes: int = 64 << 20
+    staging_bytes: int = STAGING_BYTES
     checked: bool = False
     group: Any = None
     timeout_s: float | None = None

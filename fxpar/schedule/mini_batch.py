@@ -22,6 +22,7 @@ from fxpar.schedule.simulate import Costs, simulate
 Kind = Literal["switch", "run", "reduce"]
 BUCKETS = 8  # that weights come in, and gradients leave in
 BUCKET_BYTES = 2 << 20  # that a bucket has at least
+STAGING_BYTES = 64 << 20  # of messages on a rank at most, where nobody says otherwise
 FORWARD = 1 / 3  # of a micro-batch
 
 

@@ -11,12 +11,10 @@ from fxpar.cost.link_bytes import LinkBytes
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.mesh import Mesh
+from fxpar.schedule.mini_batch import STAGING_BYTES
 from fxpar.store.home import ParamSpec, home_layout, param_specs
 from fxpar.switch.node_first import ReductionCost, cheapest_cost
 from fxpar.switch.terms import GradientPlacement, gradient_placements
-
-STAGING_BYTES = 64 << 20
-
 
 Moved = Callable[[DistConfig], DistConfig]
 

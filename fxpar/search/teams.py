@@ -22,9 +22,9 @@ from fxpar.ir.exec_graph import Outline
 from fxpar.ir.strategy import SINGLE, Strategy
 from fxpar.ir.teams import in_step, lowered_for, ranks_of_replica, team_budgets
 from fxpar.memory.state import home_bytes
-from fxpar.schedule.mini_batch import Pace, staged_bytes
+from fxpar.schedule.mini_batch import STAGING_BYTES, Pace, staged_bytes
 from fxpar.search.bounds import Intervals, least_seconds
-from fxpar.search.going_home import STAGING_BYTES, going_home, sent_home
+from fxpar.search.going_home import going_home, sent_home
 from fxpar.search.price import Depth, Lowered, Memory, Priced, extrapolated
 from fxpar.search.pricing import SetPricer
 from fxpar.search.switching import Outlines

@@ -22,7 +22,7 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import SwitchPlanError
 from fxpar.ir.dist_config import AxisShard, DistConfig, chunk
 from fxpar.ir.mesh import Mesh
-from fxpar.schedule.mini_batch import bucket_bytes
+from fxpar.schedule.mini_batch import STAGING_BYTES, bucket_bytes
 from fxpar.switch.boxes import refine
 from fxpar.switch.layout import ParamLayout, PlacedParam
 from fxpar.switch.reduction import (
@@ -94,7 +94,7 @@ def cheapest_reduction(
     target: ParamLayout,
     cluster: ClusterSpec,
     name: str = "gradients",
-    sums_bytes: int = 64 << 20,
+    sums_bytes: int = STAGING_BYTES,
     planner: str = "auto",
 ) -> AnyReductionPlan | NodeFirstPlan:
     """The faster of the direct reduction and the one through the nodes, by predicted time; the first if equal.
@@ -133,7 +133,7 @@ def cheapest_cost(
     sources: Mapping[str, tuple[GradientPlacement, ...]],
     target: ParamLayout,
     cluster: ClusterSpec,
-    sums_bytes: int = 64 << 20,
+    sums_bytes: int = STAGING_BYTES,
 ) -> ReductionCost:
     """That of `cheapest_reduction`, for who wants no plan: rounds in which tensors lie alike, as in layers that repeat,
     are planned once. Raises what `plan_reduction` raises.
@@ -149,7 +149,7 @@ def node_first_cost(
     sources: Mapping[str, tuple[GradientPlacement, ...]],
     target: ParamLayout,
     cluster: ClusterSpec,
-    sums_bytes: int = 64 << 20,
+    sums_bytes: int = STAGING_BYTES,
 ) -> ReductionCost | None:
     """That of `plan_node_first`, or None."""
     sums = node_sums(target, cluster, sources)
@@ -183,7 +183,7 @@ def plan_node_first(
     target: ParamLayout,
     cluster: ClusterSpec,
     name: str = "gradients",
-    sums_bytes: int = 64 << 20,
+    sums_bytes: int = STAGING_BYTES,
 ) -> NodeFirstPlan | None:
     """The reduction through the nodes; None if the ranks are no whole nodes, or the target is no plain cut over them.
 

@@ -14,7 +14,7 @@ from fxpar.ir.mesh import Mesh
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.memory import predict_memory, steady_micro_batches
 from fxpar.memory.state import bytes_at_home
-from fxpar.schedule.mini_batch import staged_bytes
+from fxpar.schedule.mini_batch import STAGING_BYTES, staged_bytes
 from fxpar.store import home_layout, wire_layout
 from fxpar.store.home import ParamSpec
 from fxpar.switch import ParamLayout, layout_of
@@ -23,7 +23,6 @@ from fxpar.switch.node_first import cheapest_cost, room_for_sums
 from fxpar.switch.order import SwitchSchedule
 from fxpar.switch.terms import GradientPlacement, gradient_placements, without_partial
 
-STAGING_BYTES = 64 << 20  # as in `parallelize`
 Placed = Mapping[str, PlacedParam]
 
 

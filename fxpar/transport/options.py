@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fxpar.schedule.mini_batch import STAGING_BYTES
 from fxpar.transport.messages import Message
 from fxpar.transport.reads import Segment
 
@@ -17,7 +18,7 @@ class TransportOptions:
     """How a switch is compiled; see `Switch`."""
 
     execution: str = "auto"
-    staging_bytes: int = 64 << 20
+    staging_bytes: int = STAGING_BYTES
     checked: bool = False
     add: bool = False
     merge: bool = True

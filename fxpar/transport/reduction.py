@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.errors import ReductionError
+from fxpar.schedule.mini_batch import STAGING_BYTES
 from fxpar.switch.reduction import AnyReductionPlan
 from fxpar.transport.executions import resolve
 from fxpar.transport.fingerprint import compare_fingerprints
@@ -64,7 +65,7 @@ class Reduction:
         target: Holding,
         *,
         group: Any = None,
-        staging_bytes: int = 64 << 20,
+        staging_bytes: int = STAGING_BYTES,
         checked: bool = False,
         merge: bool = True,
         bucketed: bool = False,

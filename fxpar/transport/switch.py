@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fxpar.errors import ExecutionError
+from fxpar.schedule.mini_batch import STAGING_BYTES
 from fxpar.switch import AnySwitchPlan
 from fxpar.transport.compiled import CompiledSwitch, Compiler, SwitchCounts, TransportOptions
 from fxpar.transport.executions import resolve
@@ -68,7 +69,7 @@ class Switch:
         *,
         group: Any = None,
         execution: str = "auto",
-        staging_bytes: int = 64 << 20,
+        staging_bytes: int = STAGING_BYTES,
         checked: bool = False,
         add: bool = False,
         merge: bool = True,

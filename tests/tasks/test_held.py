@@ -10,12 +10,13 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.device import Device
 from fxpar.lowering import lower
 from fxpar.memory import predict_memory
+from fxpar.schedule.mini_batch import STAGING_BYTES
 from fxpar.store import home_layout, memory_report, specs_of, wire_layout
 from fxpar.switch import layout_of
 from fxpar.switch.node_first import cheapest_reduction
 from fxpar.switch.order import SwitchSchedule
 from fxpar.switch.terms import gradient_placements
-from fxpar.tasks.held import STAGING_BYTES, Held, Home, on_rank
+from fxpar.tasks.held import Held, Home, on_rank
 from fxpar.tasks.runs import _cheapest_order, rank_bytes
 from fxpar.waves.runs import Option, RunPlan, TaskRun
 from tests.tasks.towers import step
