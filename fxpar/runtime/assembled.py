@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from fxpar.runtime.storage import activation_bytes, may_overlap, open_storage, s
 from fxpar.runtime.switching import Switching, TransportOptions
 from fxpar.store import MemoryReport
 from fxpar.store.weights import WeightStore
+from fxpar.switch.terms import accumulators_of
 from fxpar.torch_api.hooks import hooked_modules
 from fxpar.tracer.finish import without_unread
 from fxpar.tracer.same_loss import is_same_loss
@@ -127,7 +128,7 @@ def _engines(
         cluster,
         options,
         activations,
-        options.overlap and may_overlap(sum(len(one.groups) for one in every), device, ground.world_group, cluster),
+        options.overlap and may_overlap(len(_accumulators(programs)), device, ground.world_group, cluster),
         sharing_of_all([one.compiled for one in every]),
         tuple(first.compiled.logical.params()),
         first.given,
@@ -163,6 +164,11 @@ def _engines(
         for name, one in decided.items()
     }
     return engines, memory
+
+
+def _accumulators(programs: Mapping[str, TrainGraph]) -> set[Hashable]:
+    """Those of the programs that do not add to each other's."""
+    return {accumulators_of(program) or name for name, program in programs.items()}
 
 
 def _engine_options(decided: Decided, options: ParallelizeOptions, overlap: bool, joined: bool) -> EngineOptions:

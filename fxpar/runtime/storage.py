@@ -74,7 +74,8 @@ def open_storage(
 
     def report(kept: tuple[str, ...], together: bool) -> MemoryReport:
         joined = options.memory_budget_bytes is None and set(kept) == set(programs)
-        work = partial(memory_report, programs, home, [rank], kept, staging, at_work, together, sharing, joined)
+        said = {"overlap": together, "joined": joined, "chained": options.gradients == "chain"}
+        work = partial(memory_report, programs, home, [rank], kept, staging, at_work, sharing=sharing, **said)
         everyone: list[Any] = [None] * world
         dist.all_gather_object(everyone, _or_all_raise(sharing, rank, work))
         return max(everyone, key=lambda found: found.total_bytes)

@@ -8,8 +8,10 @@ from functools import cached_property
 from typing import Any, cast
 
 from fxpar.batching import BatchPlan, GroupPlan
+from fxpar.batching.borders import side_by_side
 from fxpar.cost.link_bytes import LinkBytes
 from fxpar.search.price import Lowered, Priced
+from fxpar.search.reductions import SetReductions
 from fxpar.search.switching import SetSwitches
 
 
@@ -23,6 +25,7 @@ class SetTraffic:
     batches: Sequence[Sequence[int]]
     plans: Sequence[BatchPlan]
     switching: SetSwitches
+    gradients: SetReductions
 
     @cached_property
     def groups(self) -> tuple[LinkBytes, ...]:
@@ -43,7 +46,7 @@ class SetTraffic:
     def reductions(self) -> LinkBytes:
         """Gradients on their way home."""
         reduced = {one.name: one.reduced for one in self.chosen}
-        return self._mean(reduced[name] for order in self._orders() for name in order)
+        return self._mean(reduced[name] for order in self._orders() for name in self.gradients.leaving(order))
 
     @property
     def micro_batches(self) -> LinkBytes:
@@ -72,7 +75,8 @@ class SetTraffic:
     def _orders(self) -> Iterator[tuple[str, ...]]:
         """The strategies of each mini-batch as they run."""
         for plan in self.plans:
-            yield self.switching.order({self.chosen[number].name for number in plan.order})
+            order = self.switching.order({self.chosen[number].name for number in plan.order})
+            yield side_by_side(order, self.gradients)
 
     def _mean(self, parts: Iterator[LinkBytes]) -> LinkBytes:
         return sum(parts, LinkBytes()) * (1 / len(self.plans))
