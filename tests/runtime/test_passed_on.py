@@ -16,14 +16,14 @@ LENGTHS = (5, 60, 33, 17, 130, 8, 90, 12, 45, 2)
 
 
 class Twins(nn.Module):
-    """Two parameters have one gradient."""
+    """Two parameters have one gradient, an expanded number."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.one, self.other = Small(), nn.Parameter(torch.zeros(131)), nn.Parameter(torch.zeros(131))
+        self.inner, self.one, self.other = Small(), nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        return self.inner(input_ids, position_ids) + self.one + self.other
+        return self.inner(input_ids, position_ids) * (1 + (self.one + self.other).sum())
 
 
 def twins() -> nn.Module:
