@@ -58,8 +58,10 @@ def test_gradients_go_to_the_other_node_once() -> None:
     """Each element is the sum of what two replicas have, and lies at home on one node."""
     found = traffic((512, "dp2.tp2")).reductions
     assert found.inter_node == PARAMS * FP32
-    # Two groups add to the same gradients.
-    assert traffic((64, "dp2.tp2"), (512, "dp2.tp2+remat")).reductions.inter_node == PARAMS * FP32
+    # Two groups of a mini-batch add to the same gradients.
+    alike = traffic((64, "dp2.tp2"), (512, "dp2.tp2+remat"))
+    both = BatchPlan((GroupPlan(0, (), 0.0), GroupPlan(1, (), 0.0)))
+    assert replace(alike, plans=[both]).reductions.inter_node == PARAMS * FP32
 
 
 def test_switches_of_a_set_are_those_that_an_engine_plans() -> None:
