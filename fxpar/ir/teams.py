@@ -164,6 +164,8 @@ def _words(choice: Strategy | str) -> list[str] | None:
         why = "a strategy stands between the commas, such as rounds(cp8), rounds(cp8, 2) or rounds(cp8, cp2, dp1)"
         raise StrategySyntaxError(text, text, why)
     for place, word in enumerate(words):
+        if len(split_outside(word, ";")) > 1:
+            raise StrategySyntaxError(text, word, "strategies are separated by ',', as in rounds(cp8, cp2, dp1)")
         if re.match(r"[-+]?\d", word) and (place != 1 or len(words) > 2 or not _NUMBER.match(word)):
             why = "the least ranks of a team are one whole number behind it, as in rounds(cp8, 2)"
             raise StrategySyntaxError(text, word, f"{word} is not a strategy; {why}")
