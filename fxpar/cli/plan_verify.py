@@ -26,13 +26,14 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import fxpar
 from fxpar.batching import plan_batch
 from fxpar.cli.console import human_seconds, print_table
-from fxpar.cost.cluster import ClusterSpec
+from fxpar.cli.request import cluster_name
+from fxpar.cost.cluster import ClusterSpec, measured_on
 from fxpar.cost.group import group_cost
 from fxpar.errors import PlanOptionError
 from fxpar.models import load
 from fxpar.models.loaded import LoadedModel
 from fxpar.models.options import parse_assignments
-from fxpar.profiling.record import check_measured
+from fxpar.profiling.record import check_measured, device_name
 from fxpar.search.plan_file import Plan, parse_plan
 from fxpar.search.verify import Factors, StepSeconds, VerifiedPlan, order_of, refit
 from fxpar.train.config import OptimizerConfig
@@ -91,6 +92,19 @@ def check_verify(count: int, world: int, is_file: bool, cluster: str | None) -> 
         raise PlanOptionError("--verify", count, "a graph file has no weights to run; name its model")
     if cluster is not None:
         check_measured(cluster, torch.device(kind_here(world)))
+
+
+def other_devices(cluster: str | None, world: int) -> list[str]:
+    """A line that says so, if plans are predicted with figures of `cluster` that were not measured on what runs them.
+    Raises ClusterError.
+    """
+    if cluster is None or measured_on(cluster) is not None:  # those of another device are refused
+        return []
+    here = device_name(torch.device(kind_here(world)))
+    return [
+        f"plans were predicted for {cluster_name(cluster)}, and run on {world} ranks of {here}, where these figures "
+        "were not measured: ratios and factors compare the two, and a plan that is fastest here may not be so there"
+    ]
 
 
 def verified(job: VerifyJob) -> list[VerifiedPlan]:

@@ -16,7 +16,8 @@ from fxpar.ir.written import brief, read
 
 _SHIPPED = Path(__file__).parent / "clusters"
 MEASURED = "measured"  # a table of cluster files that says where the figures come from; nothing is predicted with it
-VERSION = 4  # of that table as `fxpar profile` writes it
+VERSION = 5  # of that table as `fxpar profile` writes it
+_HALVES = 4  # since this one it measures both halves of a step
 _OF_HALVES = ("tflops", "attention_tflops", "attention_block")  # by dtype; of the backward with "backward_" before it
 
 
@@ -185,10 +186,10 @@ def _content(path: str | Path) -> dict[str, Any]:
 def _check_version(about: Any, device: Mapping[str, Any], source: str) -> None:
     """That a measured device has what `fxpar profile` measures. Before version 4 it measured attention forward and
     backward together, and products once: so these figures are of both, as they are where a file has none of the
-    backward. Raises ClusterError.
+    backward. Before version 5 `exposed_traffic` was one number for all dtypes. Raises ClusterError.
     """
     version = about.get("version") if isinstance(about, Mapping) else None
-    if not isinstance(version, int) or version < VERSION:
+    if not isinstance(version, int) or version < _HALVES:
         return
     again = f"Measure again with `fxpar profile`, or delete the table `{MEASURED}` if these are figures of your own"
     if version > VERSION:

@@ -14,7 +14,7 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.group import kept_cost
 from fxpar.cost.group_cost import Cost, TeamsCost
 from fxpar.errors import CostContractError
-from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.graph import LogicalGraph, Size
 from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 from fxpar.passes.pack_documents import pack_documents
 from fxpar.precision import with_precision
@@ -208,10 +208,16 @@ def _plain_calls(
         options.seed,
         epoch=lambda: engine.steps,
         captured=captured,
+        shapes=_batch_shapes(next(iter(decided.compiled.programs.values()))),
         precision=decided.compiled.precision,
         watched=lambda: engine.watched("backward of a plain call"),
         noted={note.partition(" (")[0] for program in programs.values() for note in program.notes},
     )
+
+
+def _batch_shapes(program: TrainGraph) -> dict[str, tuple[Size, ...]]:
+    """By key of the batch."""
+    return {one.fqn: one.meta.shape for one in program.inputs if one.kind == "batch"}
 
 
 def _bind_all(

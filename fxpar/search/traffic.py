@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -52,6 +52,15 @@ class SetTraffic:
     def micro_batches(self) -> LinkBytes:
         """Of all groups."""
         return sum(self.groups, LinkBytes())
+
+    def only(self, kept: Sequence[int]) -> SetTraffic:
+        """Of these groups, in this order; no mini-batch has others."""
+        number = {old: new for new, old in enumerate(kept)}
+        plans = [
+            replace(plan, groups=tuple(replace(one, group=number[one.group]) for one in plan.groups), merged=())
+            for plan in self.plans
+        ]
+        return replace(self, chosen=[self.chosen[group] for group in kept], plans=plans)
 
     def to_json(self) -> dict[str, Any]:
         """Whole bytes."""

@@ -52,6 +52,10 @@ def test_what_was_measured_before_halves_were_is_of_both():
     forward = {name: figure for name, figure in MEASURED["device"].items() if not name.startswith("backward_")}
     old = ClusterSpec.from_dict({**MEASURED, "device": forward, "measured": {"version": 3}})
     assert old.sustained.in_backward is old.sustained
+    four = {**MEASURED, "device": DEVICE | {"exposed_traffic": 0.5}, "measured": {"version": 4}}
+    assert ClusterSpec.from_dict(four).sustained.exposed_traffic_of(torch.bfloat16) == 0.5  # of all dtypes
+    with pytest.raises(ClusterError, match=r"lacks device\.tflops\. Measure"):
+        ClusterSpec.from_dict({**four, "device": {k: v for k, v in DEVICE.items() if k != "tflops"}})
     assert ClusterSpec.from_dict(MEASURED).sustained.in_backward.tflops == {"float32": 1.0, "bfloat16": 2.0}
 
 
