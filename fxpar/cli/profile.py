@@ -122,7 +122,7 @@ def _as_rank(request: ProfileRequest) -> None:
 def _measure(request: ProfileRequest, device: torch.device, rank: int, world: int, nodes: int) -> None:
     torch.set_num_threads(request.threads)
     keeps = rank == 0 and request.output != "-"
-    known = Kept.of(Path(f"{request.output}.part") if keeps else None, _settings(request, device, world))
+    known = Kept.of(Path(f"{request.output}.part") if keeps else None, _settings(request, device, world, nodes))
     if keeps and known.seconds:
         words = f"going on where it was interrupted: {known.path} has {len(known.seconds)} measurements"
         stdout_console().print(words, markup=False)
@@ -146,9 +146,9 @@ def _measure(request: ProfileRequest, device: torch.device, rank: int, world: in
         print_table(console, ("", "sustained", ""), shown(cluster, points))
 
 
-def _settings(request: ProfileRequest, device: torch.device, world: int) -> dict[str, Any]:
+def _settings(request: ProfileRequest, device: torch.device, world: int, nodes: int) -> dict[str, Any]:
     """With others a measurement begins anew."""
-    asked = {"seconds": request.seconds, "threads": request.threads, "ranks": world}
+    asked = {"seconds": request.seconds, "threads": request.threads, "ranks": world, "nodes": nodes}
     return {"version": VERSION, "device": device_name(device), "torch": torch.__version__, **asked}
 
 

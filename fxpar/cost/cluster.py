@@ -188,9 +188,13 @@ def _check_version(about: Any, device: Mapping[str, Any], source: str) -> None:
     backward. Raises ClusterError.
     """
     version = about.get("version") if isinstance(about, Mapping) else None
-    if not isinstance(version, int) or version < VERSION:
+    if version is None:
         return
     again = f"Measure again with `fxpar profile`, or delete the table `{MEASURED}` if these are figures of your own"
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+        raise ClusterError(source, f"{MEASURED}.version = {brief(version)} is none: they count from 1. {again}")
+    if version < VERSION:
+        return
     if version > VERSION:
         raise ClusterError(source, f"{MEASURED}.version = {brief(version)} is newer than {VERSION}. {again}")
     own = "backward_exposed_traffic"  # that of the forward is left out where it is 0

@@ -9,9 +9,11 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from fxpar.cli import profile
+from fxpar.cli.run_commands import ProfileRequest
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ProfileError
 from fxpar.profiling import points
@@ -103,6 +105,8 @@ def test_what_was_interrupted_goes_on(monkeypatch, tmp_path):
     assert "going on where it was interrupted: cluster.json.part has 7 measurements\n" in out
     assert [path.name for path in tmp_path.iterdir()] == ["cluster.json"]
     assert runs[9] == runs[7] not in runs[:7]
+    settings = profile._settings(ProfileRequest(), torch.device("cpu"), 4, 1)
+    assert settings != profile._settings(ProfileRequest(), torch.device("cpu"), 4, 2)  # other links are "inside a node"
     part.write_text('{"seconds": 1}\n["x", 1.0]\n')
     first, runs[:] = runs[0], [""] * 9
     status, out, _ = fxpar("profile", *TINY, "--force")

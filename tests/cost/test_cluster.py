@@ -79,6 +79,9 @@ def test_a_measured_file_of_a_newer_fxpar():
         ClusterError, match=rf"measured\.version = {VERSION + 1} is newer than {VERSION}\. Measure again"
     ):
         ClusterSpec.from_dict({**MEASURED, "measured": {"version": VERSION + 1}})
+    for version in ("4", 4.0, True, 0, -1):
+        with pytest.raises(ClusterError, match=r"measured\.version = .* is none: they count from 1\. Measure again"):
+            ClusterSpec.from_dict({**MEASURED, "measured": {"version": version}})
 
 
 @pytest.mark.parametrize("name", shipped())
