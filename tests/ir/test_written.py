@@ -41,7 +41,7 @@ def test_brackets_without_end(kind, text, depth):
 
 def test_a_key_that_stands_twice():
     assert read('{"a": {"b": 1}, "b": {"a": 1}}', "JSON")
-    with pytest.raises(OutOfBoundsError, match="^its key 'b' stands twice in one table; keep one$"):
+    with pytest.raises(OutOfBoundsError, match=r"^its key 'b' stands twice in one table; keep one$"):
         read('{"a": [{"b": 1, "c": 2, "b": 1}]}', "JSON")
 
 
