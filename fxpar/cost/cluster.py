@@ -159,8 +159,11 @@ def measured_on(path: str | Path) -> tuple[str, str] | None:
     for what cannot be read.
     """
     about = _content(path).get(MEASURED)
-    device, version = (about.get("device"), about.get("torch")) if isinstance(about, dict) else (None, None)
-    return (device, version) if isinstance(device, str) and isinstance(version, str) else None
+    device, version = found = (about.get("device"), about.get("torch")) if isinstance(about, dict) else (None, None)
+    for key, value in zip(("device", "torch"), found, strict=True):
+        if not isinstance(value, str | None):
+            raise ClusterError(repr(str(path)), f"{MEASURED}.{key} = {brief(value)} must be a text")
+    return None if device is None or version is None else (device, version)
 
 
 def _content(path: str | Path) -> dict[str, Any]:

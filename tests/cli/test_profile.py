@@ -15,7 +15,7 @@ from rich.console import Console
 from fxpar.cli import profile
 from fxpar.cli.run_commands import ProfileRequest
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import ProfileError
+from fxpar.errors import LauncherSignalError, ProfileError
 from fxpar.profiling import points
 from tests.cli.helpers import fxpar
 
@@ -162,6 +162,16 @@ def test_what_ranks_measure_is_seen(tmp_path):
     with profile.followed(tmp_path, lambda text: (said.append(text), heard.set()), every_s=0.001):
         assert heard.wait(10)
     assert set(said) == {"2 of 9 (round 1 of 3) add"}
+
+
+def test_what_is_said_if_the_launcher_is_told_to_end(monkeypatch):
+    def ended(*_, **__):
+        raise LauncherSignalError("SIGTERM")
+
+    monkeypatch.setattr(profile, "run_ranks", ended)
+    said = "ended by SIGTERM; all ranks were ended too"
+    assert said + ". The same command goes on from cluster.json.part" in fxpar("profile", "--ranks", "2")[2]
+    assert fxpar("profile", "--ranks", "2", "-o", "-")[2].endswith(f"{said}\n")
 
 
 @pytest.mark.nightly  # the page on clusters runs it too
