@@ -160,8 +160,11 @@ def measured_on(path: str | Path) -> tuple[str, str] | None:
     for what cannot be read.
     """
     about = _content(path).get(MEASURED)
-    device, version = (about.get("device"), about.get("torch")) if isinstance(about, dict) else (None, None)
-    return (device, version) if isinstance(device, str) and isinstance(version, str) else None
+    device, version = found = (about.get("device"), about.get("torch")) if isinstance(about, dict) else (None, None)
+    for key, value in zip(("device", "torch"), found, strict=True):
+        if not isinstance(value, str | None):
+            raise ClusterError(repr(str(path)), f"{MEASURED}.{key} = {brief(value)} must be a text")
+    return None if device is None or version is None else (device, version)
 
 
 def _content(path: str | Path) -> dict[str, Any]:
@@ -189,9 +192,13 @@ def _check_version(about: Any, device: Mapping[str, Any], source: str) -> None:
     backward. Before version 5 `exposed_traffic` was one number for all dtypes. Raises ClusterError.
     """
     version = about.get("version") if isinstance(about, Mapping) else None
-    if not isinstance(version, int) or version < _HALVES:
+    if version is None:
         return
     again = f"Measure again with `fxpar profile`, or delete the table `{MEASURED}` if these are figures of your own"
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+        raise ClusterError(source, f"{MEASURED}.version = {brief(version)} is none: they count from 1. {again}")
+    if version < _HALVES:
+        return
     if version > VERSION:
         raise ClusterError(source, f"{MEASURED}.version = {brief(version)} is newer than {VERSION}. {again}")
     own = "backward_exposed_traffic"  # that of the forward is left out where it is 0
