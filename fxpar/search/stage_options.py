@@ -188,7 +188,9 @@ class GuessedPipeline(Priced):
             sum((stage.borders[a][b] for a, b in borders_of(counts) if stage.borders), stage.seconds_at(place, counts))
             for place, (stage, counts) in enumerate(self.stages)
         ]
-        return of_strategy(found, self.strategy, self.cluster)
+        # What borders are guessed to add is a difference, and may be more than all that does not grow.
+        positive = [Polynomial(*(max(Fraction(0), term) for term in (one.c0, one.c1, one.c2))) for one in found]
+        return of_strategy(positive, self.strategy, self.cluster)
 
     @cached_property
     def pace(self) -> Pace | None:

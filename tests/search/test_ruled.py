@@ -173,6 +173,8 @@ def test_a_mixture_takes_what_its_layers_take():
     assert str(of_planned([planned_stage(stage, (2, 3))], "1f1b", layers)) == (
         "tp4+sp[layers.{2-4}.attention: cp2.tp2+sp]"
     )
+    search._borders[alone.strategy, other.strategy] = Polynomial(Fraction(-9))  # a difference: more than all else
+    assert mixed(2, 3).cost.fixed_s == 0
 
 
 @functools.cache
