@@ -81,8 +81,8 @@ class ExpertsOrderError(FxparError):
 
     def __init__(self, strategy: str, module: str, axes: str, usual: str) -> None:
         super().__init__(
-            f"strategy {strategy!r}: the experts of {module!r} lie over {axes}, whose ranks are not in this order where "
-            f"an axis stands in several places. Write each in one place, as in {usual}."
+            f"strategy {strategy!r}: the experts of {module!r} lie over {axes}, whose ranks are not in this order "
+            f"where an axis stands in several places. Write each in one place, as in {usual}."
         )
 
 
