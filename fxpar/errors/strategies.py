@@ -74,6 +74,18 @@ class RingOfBinsError(FxparError):
         )
 
 
+class ExpertsOrderError(FxparError):
+    """Experts lie over `axes` (joined by '.') whose ranks are not in the order of the experts, so that tokens would
+    travel to other ones. `usual` are the strategy's axes, each in one place.
+    """
+
+    def __init__(self, strategy: str, module: str, axes: str, usual: str) -> None:
+        super().__init__(
+            f"strategy {strategy!r}: the experts of {module!r} lie over {axes}, whose ranks are not in this order "
+            f"where an axis stands in several places. Write each in one place, as in {usual}."
+        )
+
+
 class WorldSizeError(FxparError):
     """The degrees of a strategy do not multiply to the number of ranks. `by_block` are the ranks of each of its stages
     or teams (`blocks`), where these have a strategy of their own.
