@@ -57,10 +57,7 @@ CLOSE = 0.01  # by so much a set may be slower than it was ranked
 
 
 def find_plan(problem: Problem, lower: Lower, outlines: Outlines, said: Said = lambda _: None) -> Found:
-    """Search. `said` is told what is being done.
-
-    Raises NoCandidateError, SequenceFitsNowhereError.
-    """
+    """Search. `said` is told what is being done. Raises NoCandidateError, SequenceFitsNowhereError."""
     return find_plan_of(problem, problem.known(lower, outlines), said)
 
 
@@ -228,7 +225,7 @@ class _Search:
         """Sets of at most so many strategies, with or without teams, whose bounds are low: they would crowd out all."""
         seconds = self.seconds if teams else without_teams(self.candidates, self.seconds)
         borders = [guessed_border_s(one, self.problem.cluster) * (most > 1) for one in self.candidates]
-        return ranked_sets(seconds, borders, self.intervals, most, list(map(accumulators_of, self.candidates)))
+        return ranked_sets(seconds, borders, self.intervals, most, [*map(accumulators_of, self.candidates)])
 
     def _best(self, ranked: Iterable[RankedSet], keep: int) -> list[PricedSet]:
         """Planned on the sample mini-batches, best first, until no other one can be among the best `keep`; those that

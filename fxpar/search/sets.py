@@ -37,9 +37,9 @@ def ranked_sets(
     """Sets of at most `most` strategies that hold all lengths, best guess first.
 
     `seconds[s]` [mini-batches, i, j] as `least_seconds` gives them, `borders_s[s]` is a guess at what the switch to a
-    strategy and the reduction after it add, which those that are `sharing` the same have once (by default each is
-    alone). Dynamic programming over the limits: for each limit and number of groups
-    the KEPT best partial sets, so that there are second-best ones to compare. One strategy may have several limits.
+    strategy and the reduction after it add, once for those that are `sharing` the same (by default none do). Dynamic
+    programming over the limits: for each limit and number of groups the KEPT best partial sets, so that there are
+    second-best ones to compare. One strategy may have several limits.
     Sets that run the same tokens under the same strategies, but for a few, come last, behind the best guess of each
     kind: else a group that has nearly no sequences makes many of one set.
     """

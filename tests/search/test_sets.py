@@ -19,17 +19,19 @@ numbers = st.integers(0, 50).map(float)
 @given(
     st.lists(st.lists(numbers, min_size=9, max_size=9), min_size=1, max_size=3),
     st.lists(numbers, min_size=3, max_size=3),
+    st.sampled_from([None, "abc", "aab", "aaa"]),
 )
-def test_the_first_set_is_the_best_of_all(tables, borders):
+def test_the_first_set_is_the_best_of_all(tables, borders, sharing):
     found = Intervals(EDGES, ((1, 12, 30),))
     seconds = [np.where(found.inside, np.array(t).reshape(3, 3), np.inf)[None] for t in tables]
     borders = borders[: len(tables)]
-    ranked = ranked_sets(seconds, borders, found, 3)
+    ranked = ranked_sets(seconds, borders, found, 3, sharing)
 
     def guess(groups):
+        first = {(sharing or "abc")[s]: s for _, s in reversed(groups)}
         edges = [-1, *(edge for edge, _ in groups)]
         runs = sum(seconds[s][0, before + 1, edge] for before, (edge, s) in zip(edges, groups, strict=False))
-        return runs + sum(borders[s] for s in {s for _, s in groups})
+        return runs + sum(borders[s] for s in first.values())
 
     every = []
     for count in (1, 2, 3):
