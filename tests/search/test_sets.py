@@ -72,3 +72,13 @@ def test_what_never_fits_is_in_no_set():
     ranked = ranked_sets([short, whole], [0.0, 0.0], found, 2)
     assert {one.groups for one in ranked} == {((0, 0), (2, 1)), ((1, 0), (2, 1)), ((2, 1),)}
     assert ranked_sets([short], [0.0], found, 2) == []
+
+
+def test_strategies_that_share_gradients_have_one_border():
+    found = Intervals(EDGES, ((1, 12, 20),))
+    short = np.where(found.inside & np.array([True, False, False]), 1.0, np.inf)[None]
+    whole = np.where(found.inside, 9.0, np.inf)[None]
+    both = ((0, 0), (2, 1))
+    for sharing, guess in ((None, 1.0 + 9.0 + 5.0 + 3.0), ("ab", 18.0), ("aa", 1.0 + 9.0 + 5.0)):
+        ranked = ranked_sets([short, whole], [5.0, 3.0], found, 2, sharing)
+        assert {one.groups: one.guess_s for one in ranked}[both] == guess
