@@ -72,9 +72,10 @@ class BoundGraph(TrainRunner[ExecGraph]):
         made({fqn: self.sums["body"][i] for i, fqn in self.final.items()})
 
     def begin_with(self, begun: Mapping[str, Tensor]) -> None:
-        self.skip()
-        for i, fqn in self.final.items():
-            self.sums["body"][i] = begun[fqn]
+        results = self.program.body.results
+        self.sums["body"] = [
+            begun[self.final[i]] if i in self.final else self.nothing(node) for i, node in enumerate(results)
+        ]
 
     def skip(self) -> None:
         """This replica has no micro-batch in the group: what there was, else zeros, and buffers as they are. Not for

@@ -53,8 +53,10 @@ class BoundStage(TrainRunner[StageProgram]):
         super().prepare(params, buffers, arrivals, begun)
 
     def begin_with(self, begun: Mapping[str, Tensor]) -> None:
-        late = self._late([self.nothing(node) for node in self.program.weight_part.results])
-        self.sums["backward"] = [begun[self.final[i]] if i in self.final else value for i, value in enumerate(late)]
+        late = enumerate(self.program.weight_part.results, len(self.sent_grads))
+        self.sums["backward"] = self._late(
+            [begun[self.final[i]] if i in self.final else self.nothing(node) for i, node in late]
+        )
 
     def begin(
         self, micro_batch: int, batch: Mapping[str, Tensor], received: Mapping[str, Tensor], run: MicroRun

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from fxpar.search.price import Memory, Priced
+from fxpar.ir.strategy import Strategy
+from fxpar.search.price import Priced
 from fxpar.search.switching import placement_of
 from fxpar.store.memory import reserved_gradients
+
+_CUT = (0, 0, 2, 2)  # by ZeRO level the least one that leaves gradients alike
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,25 @@ class SetReductions:
 
 
 def accumulators_of(one: Priced) -> str:
-    """As `fxpar.switch.terms.accumulators_of` tells programs apart: what saves memory leaves gradients where they are.
-    Those that are only final behind the micro-batches are a strategy's own.
+    """As `fxpar.switch.terms.accumulators_of` tells programs apart: what saves memory leaves gradients where they are,
+    but for ZeRO-2, which cuts them as ZeRO-3 does. Those that are only final behind the micro-batches are a strategy's
+    own.
     """
-    return one.name if one.pace is None else placement_of(one.strategy)
+    return one.name if one.pace is None else placement_of(_cut_alike(one.strategy))
+
+
+def _cut_alike(strategy: Strategy) -> Strategy:
+    """The one that stands for all whose ZeRO levels leave gradients as this one's do."""
+    rules = tuple(replace(rule, zero=None if rule.zero is None else _CUT[rule.zero]) for rule in strategy.rules)
+    return replace(strategy, zero=_CUT[strategy.zero], rules=rules, by_stage=tuple(map(_cut_alike, strategy.by_stage)))
 
 
 def accumulator_bytes(found: Collection[Priced], overlap: bool) -> int:
-    """What a session reserves for those of these strategies whose weights all stay."""
-    held: dict[str, Memory] = {accumulators_of(one): one.stays for one in found}
-    return reserved_gradients([memory.gradient_bytes for memory in held.values()], overlap)
+    """What a session reserves for those of these strategies whose weights all stay. Those of stages are counted on the
+    rank that holds most, which may be another one where more is saved for a backward.
+    """
+    held: dict[str, int] = {}
+    for one in found:
+        name = accumulators_of(one)
+        held[name] = max(held.get(name, 0), one.stays.gradient_bytes)
+    return reserved_gradients(held.values(), overlap)

@@ -13,8 +13,8 @@ from tests.search.test_traffic import NODES
 ALIKE = {
     "dp2.tp2": ("dp2.tp2+remat", "dp2.tp2+remat(selective)", "dp2.tp2+chunks(2)"),
     "dp2.tp2+sp": ("dp2.tp2+sp+remat+chunks(2)",),
-    "dp4+zero2": (),
-    "dp4": ("dp4+remat[layers.0: +remat(selective)]",),
+    "dp4+zero2": ("dp4+zero3",),
+    "dp4": ("dp4+remat[layers.0: +remat(selective)]", "dp4+zero1"),
     "tp2.dp2": (),
     "dp2.cp2": ("dp2.cp2+remat",),
     "dp2.pp2": ("dp2.pp2+remat", "dp2.pp2+zb_h1"),
@@ -45,6 +45,8 @@ def test_what_adds_up_in_a_search_adds_up_in_a_session():
     assert accumulator_bytes(mine[:2], True) == tp
     assert accumulator_bytes(mine, True) == tp + cp
     assert accumulator_bytes(mine, False) == max(tp, cp)
+    staged = [priced["dp2.pp2+zb_h1"], priced["dp2.pp2"]]  # counted on other ranks
+    assert accumulator_bytes(staged, True) == staged[0].stays.gradient_bytes > staged[1].stays.gradient_bytes
     reductions = SetReductions.of({one.name: one for one in mine})
     assert reductions.are_shared
     assert reductions.leaving(["dp2.tp2", "dp2.tp2+remat", "dp2.cp2"]) == ["dp2.tp2+remat", "dp2.cp2"]
