@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -133,6 +134,7 @@ def _engines(
         tuple(first.compiled.logical.params()),
         first.given,
         None if before is None else before.store,
+        [name for one in every for name, count in Counter(one.names).items() if count > 1],
     )
     staging = staging_for(schedule.layouts, options)
     transport = _transport(options, ground.process_groups, device, overlap, staging)

@@ -57,12 +57,14 @@ def open_storage(
     params: Sequence[Input],
     given: Given | None = None,
     store: WeightStore | None = None,
+    again: Collection[str] = (),
 ) -> tuple[WeightStore, SwitchSchedule, MemoryReport, bool]:
     """Decide what stays in memory, allocate it, and take the parameters home; the last result is whether groups
-    overlap (where they may: if there is room). `activations()` are their bytes; they are only asked for if there is a
-    budget, as predicting them takes about a tenth of the time of lowering. `params` are those of the model. Values that
-    are `given` are read by this rank's slices. A `store` that has the parameters already is laid out anew. What another
-    `sharing` than fxpar's lays out is checked first. Raises StagingBytesError.
+    overlap (where they may: if there is room). `activations()` are their bytes; they are only asked for if there is
+    a budget, as predicting them takes about a tenth of the time of lowering. `params` are those of the model.
+    Values that are `given` are read by this rank's slices. Several groups run what is in `again`. A `store` that
+    has the parameters already is laid out anew. What another `sharing` than fxpar's lays out is checked first.
+    Raises StagingBytesError.
     """
     specs = specs_of(programs.values(), params)
     if world > 1:
@@ -79,7 +81,7 @@ def open_storage(
 
     def report(kept: tuple[str, ...], together: bool) -> MemoryReport:
         joined = options.memory_budget_bytes is None and set(kept) == set(programs)
-        said = {"overlap": together, "joined": joined, "chained": options.gradients == "chain"}
+        said = {"overlap": together, "joined": joined, "chained": options.gradients == "chain", "again": again}
         work = partial(memory_report, programs, home, [rank], kept, staging, at_work, sharing=sharing, **said)
         everyone: list[Any] = [None] * world
         dist.all_gather_object(everyone, _or_all_raise(sharing, rank, work))

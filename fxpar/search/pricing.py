@@ -358,7 +358,7 @@ def _beyond(one: Priced, chosen: Sequence[tuple[int, Priced]], overlap: bool) ->
     """What a session reserves beyond what this strategy needs: room for the largest messages of the set, and for its
     accumulators.
     """
-    found = list({other.name: other for _, other in chosen}.values())
+    found = [other for _, other in chosen]
     staging, gradients = max(other.stays.staging_bytes for other in found), accumulator_bytes(found, overlap)
     return staging + gradients - one.stays.staging_bytes - one.stays.gradient_bytes
 

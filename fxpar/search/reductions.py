@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -60,11 +61,14 @@ def _cut_alike(strategy: Strategy) -> Strategy:
 
 
 def accumulator_bytes(found: Collection[Priced], overlap: bool) -> int:
-    """What a session reserves for those of these strategies whose weights all stay. Those of stages are counted on the
-    rank that holds most, which may be another one where more is saved for a backward.
+    """What a session reserves for the strategies of these groups, whose weights all stay. Those of stages are counted
+    on the rank that holds most, which may be another one where more is saved for a backward.
     """
     held: dict[str, int] = {}
+    groups = Counter(one.name for one in found)
     for one in found:
         name = accumulators_of(one)
         held[name] = max(held.get(name, 0), one.stays.gradient_bytes)
-    return reserved_gradients(held.values(), overlap)
+    # What one group of a strategy leaves the next one of it adds to, or runs beside.
+    twice = [one.stays.gradient_bytes for one in found if one.pace is None and groups[one.name] > 1]
+    return reserved_gradients([*held.values(), *twice], overlap)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -76,22 +76,28 @@ def memory_report(
     sharing: StoragePass | None = None,
     joined: bool = False,
     chained: bool = False,
+    again: Collection[str] = (),
 ) -> MemoryReport:
     """The report for the fullest of `ranks`; shapes only, nothing is allocated. `overlap`: gradients of one group leave
     while the next group runs. `sharing`: fxpar's own if None. `joined`: gradients of programs on parts of the ranks
-    leave together. `chained`: sums travel from graph to graph.
+    leave together. `chained`: sums travel from graph to graph. `again`: what several groups run.
     """
     trained = {out.fqn for program in programs.values() for out in program.outputs if out.kind == "grad"}
     plans = [laid_out(sharing or ShareWeights(), programs, rank, resident) for rank in ranks]
     worst = max(plans, key=lambda plan: plan.nbytes)
-    passed_on = not chained and all(name in worst.resident for name in programs)  # as `schedule_of` has it
+    accumulators = {name: None if chained else accumulators_of(program) for name, program in programs.items()}
+    # As `schedule_of` has it: gradients are passed on, and what turns in the arena waits for what leaves.
+    passed_on = all(name in worst.resident for name in programs)
+    twice = [name for name in again if accumulators[name] is None and name in worst.resident]
+    at_work = [(name if same is None or not passed_on else same, name) for name, same in accumulators.items()]
+    nbytes = {same: _gradient_bytes(programs[name]) for same, name in at_work}
     return MemoryReport(
         home_bytes=home.max_bytes(),
         home_gradient_bytes=home.only(trained).max_bytes(),
         resident_bytes=worst.pool_bytes("resident"),
         arena_bytes=worst.pool_bytes("arena"),
         gradient_bytes=max(
-            reserved_gradients(_accumulator_bytes(programs, passed_on), overlap),
+            reserved_gradients([*nbytes.values(), *(nbytes[name] for name in twice)], overlap),
             max(map(partial(_joined_bytes, programs, home.world), ranks)) if joined else 0,
         ),
         staging_bytes=staging_bytes,
@@ -105,15 +111,6 @@ def reserved_gradients(nbytes: Iterable[int], overlap: bool) -> int:
     while the next group runs the two largest.
     """
     return sum(sorted(nbytes)[-2 if overlap else -1 :])
-
-
-def _accumulator_bytes(programs: Mapping[str, Program], passed_on: bool) -> list[int]:
-    """Of each program; those that go on from run to run, if they are `passed_on`, once."""
-    found: dict[Hashable, int] = {}
-    for name, program in programs.items():
-        same = accumulators_of(program) if passed_on else None
-        found[name if same is None else same] = _gradient_bytes(program)
-    return list(found.values())
 
 
 def _joined_bytes(programs: Mapping[str, Program], world: int, rank: int) -> int:

@@ -47,6 +47,10 @@ def test_what_adds_up_in_a_search_adds_up_in_a_session():
     assert accumulator_bytes(mine, False) == max(tp, cp)
     staged = [priced["dp2.pp2+zb_h1"], priced["dp2.pp2"]]  # counted on other ranks
     assert accumulator_bytes(staged, True) == staged[0].stays.gradient_bytes > staged[1].stays.gradient_bytes
+    teams = priced["dp1 | dp1 | dp2"]  # which hand gradients on at their end: the next group has its own
+    whole = teams.stays.gradient_bytes
+    assert [accumulator_bytes([teams, mine[0], *more], True) for more in ((), (teams,))] == [whole + tp, 2 * whole]
+    assert accumulator_bytes([mine[0], mine[0]], True) == tp
     reductions = SetReductions.of({one.name: one for one in mine})
     assert reductions.are_shared
     assert reductions.leaving(["dp2.tp2", "dp2.tp2+remat", "dp2.cp2"]) == ["dp2.tp2+remat", "dp2.cp2"]

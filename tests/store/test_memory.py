@@ -96,5 +96,10 @@ def test_accumulators_that_groups_pass_on_are_held_once():
     programs = {text: lower(logical, text, for_store=True) for text in ("dp2", "dp2+remat")}
     home = home_layout(specs_of(programs.values()), 2)
     one = memory_report(programs, home, [0]).gradient_bytes
-    for options, times in (({}, 1), ({"resident": ()}, 2), ({"chained": True}, 2)):
+    several = {"again": ["dp2"]}
+    ways = ({}, 1), ({"resident": ()}, 2), ({"chained": True}, 2), (several, 1)
+    for options, times in ways:
+        assert memory_report(programs, home, [0], overlap=True, **options).gradient_bytes == times * one
+    del programs["dp2+remat"]
+    for options, times in (({"chained": True}, 1), ({"chained": True, **several}, 2), ({"resident": (), **several}, 1)):
         assert memory_report(programs, home, [0], overlap=True, **options).gradient_bytes == times * one
