@@ -144,7 +144,11 @@ class _Paced:
         self._made = [fqn for fqn in order_of_gradients(bound.program) if fqn in grads]
 
     def prepare(
-        self, params: Mapping[str, torch.Tensor], buffers: object, arrivals: Arrivals | None = None, begun: object = None
+        self,
+        params: Mapping[str, torch.Tensor],
+        buffers: object,
+        arrivals: Arrivals | None = None,
+        begun: object = None,
     ) -> None:
         self._weights, self._arrivals = list(params), arrivals
 
