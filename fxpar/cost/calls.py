@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -70,10 +70,19 @@ class NodeCost:
 
 def node_costs(program: Program, cluster: ClusterSpec, *, parts: Mapping[str, Part] | None = None) -> list[NodeCost]:
     """The calls of `parts` (by default of those that run per micro-batch) on one rank, in program order."""
-    if parts is None:
-        parts = {name: part for name, part in program.parts.items() if name in PER_MICRO_BATCH}
+    walk, parts = _Walk(program, cluster), _repeated(program) if parts is None else parts
+    return [one.of_part(name) for name, part in parts.items() for one in walk.calls(part)]
+
+
+def exposed_costs(program: Program, cluster: ClusterSpec) -> list[Polynomial]:
+    """`exposed` of all `node_costs` of a program."""
     walk = _Walk(program, cluster)
-    return [cost for name, part in parts.items() for cost in walk.part(name, part)]
+    return [one.exposed for part in _repeated(program).values() for one in walk.calls(part)]
+
+
+def _repeated(program: Program) -> dict[str, Part]:
+    """What runs per micro-batch."""
+    return {name: part for name, part in program.parts.items() if name in PER_MICRO_BATCH}
 
 
 def busy_s(node: fx.Node, shape: SizesOf, cluster: ClusterSpec) -> Fraction:
@@ -105,38 +114,69 @@ def _dtype(node: fx.Node) -> torch.dtype:
 Counts = tuple[Fraction | int, ...]  # at four numbers of tokens
 
 
+class _Call(NamedTuple):
+    """What a `NodeCost` is made of."""
+
+    node: fx.Node
+    kind: Kind
+    axis: str
+    seconds: Polynomial
+    nbytes: Polynomial
+    flops: Polynomial
+    exposed: Polynomial
+
+    def of_part(self, part: str) -> NodeCost:
+        node, kind, axis, *costs = self
+        return NodeCost(part, node.name, fqn_of(node), kind, axis, is_backward(node), *costs)
+
+
+@dataclass
+class _Known:
+    """What does not depend on a program but by its samples of sizes: layers repeat, and so do programs of a search."""
+
+    nbytes: dict[TensorMeta, Counts] = field(default_factory=dict)
+    alike: dict[tuple[Any, ...], tuple[Kind, tuple[Polynomial, ...]]] = field(default_factory=dict)
+
+
+@functools.lru_cache(maxsize=16)
+def _known(cluster: ClusterSpec, samples: tuple[Any, ...]) -> _Known:
+    return _Known()
+
+
 @dataclass
 class _Walk:
-    """Layers repeat: what a call costs is worked out once for those with the same operands."""
+    """What a call costs is worked out once for those with the same operands."""
 
     program: Program
     cluster: ClusterSpec
-    _nbytes: dict[TensorMeta, Counts] = field(default_factory=dict)
     _links: dict[tuple[str, str, TensorMeta], tuple[Polynomial, Polynomial]] = field(default_factory=dict)
-    _alike: dict[tuple[Any, ...], tuple[Kind, tuple[Polynomial, ...]]] = field(default_factory=dict)
     _nominal: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._samples = sizes_of(self.program)
+        self._known = _known(self.cluster, tuple((one.tokens, one.most, *one.dims.items()) for one in self._samples))
+        self._forward = self.cluster.sustained
+        self._backward = self._forward.in_backward
 
-    def part(self, name: str, part: Part) -> Iterator[NodeCost]:
-        costs, links = dict[fx.Node, NodeCost](), dict[fx.Node, Link]()
+    def calls(self, part: Part) -> Collection[_Call]:
+        """In program order."""
+        costs, links = dict[fx.Node, _Call](), dict[fx.Node, Link]()
         for node in part.graph.nodes:
             kind = collective_kind(node)
             if kind is not None:
-                costs[node] = found = self._collective(name, node, kind)
+                costs[node] = found = self._collective(node, kind)
                 links[node] = "between" if crosses_nodes(self.program.mesh, found.axis, self.cluster) else "inside"
             elif is_kernel(node):
-                costs[node] = self._kernel(name, node)
-                if node.target in HOST_COPIES:
+                costs[node] = found = self._kernel(node)
+                if found.kind == "host":
                     links[node] = "host"
-        slowdown = self.cluster.sustained.overlap_slowdown
+        slowdown = self._forward.overlap_slowdown
         if slowdown is not None and links:
             alone = {node: self._nominal_s(cost.seconds) for node, cost in costs.items()}
             for node, waited in exposed_s(part.graph.nodes, alone, links.get, slowdown).items():
                 share = Fraction(waited / alone[node]).limit_denominator(1000) if alone[node] else Fraction(1)
-                costs[node] = replace(costs[node], exposed=costs[node].seconds * share)
-        return iter(costs.values())
+                costs[node] = costs[node]._replace(exposed=costs[node].seconds * share)
+        return costs.values()
 
     def _nominal_s(self, seconds: Polynomial) -> float:
         """In a micro-batch of NOMINAL_TOKENS. Calls that are alike share their polynomial, which their costs keep."""
@@ -144,23 +184,12 @@ class _Walk:
             self._nominal[id(seconds)] = float(seconds.at(NOMINAL_TOKENS))
         return self._nominal[id(seconds)]
 
-    def _collective(self, part: str, node: fx.Node, kind: str) -> NodeCost:
+    def _collective(self, node: fx.Node, kind: str) -> _Call:
         axis, sent = comm_of(node)
         if (kind, axis, sent) not in self._links:
             self._links[kind, axis, sent] = self._link_costs(kind, axis, sent)
         seconds, nbytes = self._links[kind, axis, sent]
-        return NodeCost(
-            part,
-            node.name,
-            fqn_of(node),
-            kind,  # type: ignore[arg-type]
-            axis,
-            is_backward(node),
-            seconds,
-            nbytes,
-            _NOTHING,
-            seconds,
-        )
+        return _Call(node, kind, axis, seconds, nbytes, _NOTHING, seconds)  # type: ignore[arg-type]
 
     def _link_costs(self, kind: str, axis: str, sent: TensorMeta) -> tuple[Polynomial, Polynomial]:
         """Seconds, and bytes that a rank sends."""
@@ -174,17 +203,15 @@ class _Walk:
         nbytes = self._fit([sizes.numel(sent) for sizes in self._samples]) * each
         return nbytes * per_byte_s + Polynomial(latency_s), nbytes
 
-    def _kernel(self, part: str, node: fx.Node) -> NodeCost:
-        device, looks = _device(node, self.cluster), _looks(node)
-        key = None if looks is None else (id(device), *looks)
-        if key is None or key not in self._alike:
-            found = self._called(node, device)
-            if key is not None:
-                self._alike[key] = found
-        else:
-            found = self._alike[key]
+    def _kernel(self, node: fx.Node) -> _Call:
+        looks = _looks(node)
+        found = self._known.alike.get(looks)
+        if found is None:
+            found = self._called(node, self._backward if in_backward(node) else self._forward)
+            if looks is not None:
+                self._known.alike[looks] = found
         kind, (seconds, total, work) = found
-        return NodeCost(part, node.name, fqn_of(node), kind, "", is_backward(node), seconds, total, work, seconds)
+        return _Call(node, kind, "", seconds, total, work, seconds)
 
     def _called(self, node: fx.Node, device: Device) -> tuple[Kind, tuple[Polynomial, ...]]:
         """The kind of a kernel; its seconds, bytes and operations."""
@@ -200,9 +227,10 @@ class _Walk:
         return kind, _kernel_costs(kind, counts, moved, sweeps, bins, device, rate, first.tokens, first.most)
 
     def _bytes_of(self, meta: TensorMeta) -> Counts:
-        if meta not in self._nbytes:
-            self._nbytes[meta] = tuple(sizes.numel(meta) * meta.dtype.itemsize for sizes in self._samples)
-        return self._nbytes[meta]
+        known = self._known.nbytes
+        if meta not in known:
+            known[meta] = tuple(sizes.numel(meta) * meta.dtype.itemsize for sizes in self._samples)
+        return known[meta]
 
     def _fit(self, counts: Sequence[Fraction | int]) -> Polynomial:
         return fitted(counts, self._samples[0].tokens, self._samples[0].most)
@@ -254,7 +282,8 @@ def _looks(node: fx.Node) -> tuple[Any, ...] | None:
     if not is_plain(node.target):
         return None
     first = node.args[:2] if node.target in ADDED_PRODUCTS else node.args[:1]
-    return node.target, tuple(touched(node)), tuple(map(local_meta, (one for one in first if isinstance(one, fx.Node))))
+    operands = tuple([local_meta(one) for one in first if isinstance(one, fx.Node)])
+    return node.target, in_backward(node), operands, *touched(node)
 
 
 def handed_on_s(program: PipelineGraph, stage: int, kind: str, cluster: ClusterSpec) -> Polynomial:

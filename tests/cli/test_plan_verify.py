@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from fxpar.cli.plan import ROUNDS, remarks
-from fxpar.cli.plan_verify import check_verify, known_ids, verdict, verified_json
+from fxpar.cli.plan_verify import check_verify, verdict, verified_json
+from fxpar.cli.plan_verify_rank import known_ids
 from fxpar.errors import MeasuredElsewhereError, PlanOptionError
 from fxpar.models.loaded import LoadedModel
 from fxpar.search.plan_file import read_plan
