@@ -34,9 +34,9 @@ from fxpar.cost.polynomial import Polynomial, fitted, sent_bytes, sizes_of
 from fxpar.ir.exec_graph import Communication, Part, Program, collective_kind
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.handover import Handover
-from fxpar.ir.node_meta import comm_of, fqn_of, is_backward, local_meta, wanted_dists
+from fxpar.ir.node_meta import comm_of, fqn_of, is_backward, is_gradient, local_meta, wanted_dists
 from fxpar.ir.pipeline_graph import PipelineGraph
-from fxpar.ops.traits import ADDED_PRODUCTS, ATTENTION, HOST_COPIES, SWEEPS, is_attention
+from fxpar.ops.traits import ADDED_PRODUCTS, ATTENTION, HOST_COPIES, READS_ROWS, SWEEPS, is_attention
 
 NOMINAL_TOKENS = 4096  # of a micro-batch, where something depends on the length that is not known yet
 PER_MICRO_BATCH = ("body", "forward", "backward")  # parts of a program
@@ -151,12 +151,11 @@ class _Walk:
     cluster: ClusterSpec
     _links: dict[tuple[str, str, TensorMeta], tuple[Polynomial, Polynomial]] = field(default_factory=dict)
     _nominal: dict[int, float] = field(default_factory=dict)
+    _ways: dict[Any, _Way] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._samples = sizes_of(self.program)
         self._known = _known(self.cluster, tuple((one.tokens, one.most, *one.dims.items()) for one in self._samples))
-        self._forward = self.cluster.sustained
-        self._backward = self._forward.in_backward
 
     def calls(self, part: Part) -> Collection[_Call]:
         """In program order."""
@@ -170,7 +169,7 @@ class _Walk:
                 costs[node] = found = self._kernel(node)
                 if found.kind == "host":
                     links[node] = "host"
-        slowdown = self._forward.overlap_slowdown
+        slowdown = self.cluster.sustained.overlap_slowdown
         if slowdown is not None and links:
             alone = {node: self._nominal_s(cost.seconds) for node, cost in costs.items()}
             for node, waited in exposed_s(part.graph.nodes, alone, links.get, slowdown).items():
@@ -204,17 +203,19 @@ class _Walk:
         return nbytes * per_byte_s + Polynomial(latency_s), nbytes
 
     def _kernel(self, node: fx.Node) -> _Call:
-        looks = _looks(node)
+        way = self._ways.get(node.target) or self._ways.setdefault(node.target, _Way.of(node.target))
+        looks = _looks(node, way) if way.is_plain else None
         found = self._known.alike.get(looks)
         if found is None:
-            found = self._called(node, self._backward if in_backward(node) else self._forward)
+            found = self._called(node)
             if looks is not None:
                 self._known.alike[looks] = found
         kind, (seconds, total, work) = found
         return _Call(node, kind, "", seconds, total, work, seconds)
 
-    def _called(self, node: fx.Node, device: Device) -> tuple[Kind, tuple[Polynomial, ...]]:
+    def _called(self, node: fx.Node) -> tuple[Kind, tuple[Polynomial, ...]]:
         """The kind of a kernel; its seconds, bytes and operations."""
+        device = _device(node, self.cluster)
         counts = tuple(flops(node, sizes) for sizes in self._samples)
         kind: Kind = "memory" if not any(counts) else "attention" if is_attention(node.target) else "product"
         kind = "host" if node.target in HOST_COPIES else kind
@@ -277,13 +278,26 @@ def _bins(node: fx.Node) -> int:
     return wanted[ATTENTION[node.target]].degrees(2) if wanted else 1  # type: ignore[bad-index]
 
 
-def _looks(node: fx.Node) -> tuple[Any, ...] | None:
-    """What a kernel's cost follows from; None where it is not in the tensors alone."""
-    if not is_plain(node.target):
-        return None
-    first = node.args[:2] if node.target in ADDED_PRODUCTS else node.args[:1]
-    operands = tuple([local_meta(one) for one in first if isinstance(one, fx.Node)])
-    return node.target, in_backward(node), operands, *touched(node)
+@dataclass(frozen=True)
+class _Way:
+    """How a kernel is looked at: whether its cost is in its tensors alone, in those of its result and of so many first
+    operands; whether it reads rows, not all of its operands.
+    """
+
+    is_plain: bool
+    first: int
+    reads_rows: bool
+
+    @classmethod
+    def of(cls, target: Any) -> _Way:
+        return cls(is_plain(target), 2 if target in ADDED_PRODUCTS else 1, target in READS_ROWS)
+
+
+def _looks(node: fx.Node, way: _Way) -> tuple[Any, ...]:
+    """What the cost of a kernel follows from that `is_plain`."""
+    first = [local_meta(one) for one in node.args[: way.first] if isinstance(one, fx.Node)]
+    others = () if way.reads_rows else node.all_input_nodes
+    return node.target, is_gradient(node), len(first), *first, local_meta(node), *map(local_meta, others)
 
 
 def handed_on_s(program: PipelineGraph, stage: int, kind: str, cluster: ClusterSpec) -> Polynomial:
