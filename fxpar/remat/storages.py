@@ -44,14 +44,19 @@ def trace_storages(
     `coordinates` is the rank's place on each mesh axis (0 where it is not given). Dims that a placement cuts must
     divide.
     """
-    return trace_and_compare(graph, dims, coordinates or {}, ())[0]
+    return trace_and_compare(graph.nodes, dims, coordinates or {}, ())[0]
 
 
 def trace_and_compare(
-    graph: fx.Graph, dims: Mapping[sympy.Symbol, int], at: Mapping[str, int], others: Sequence[Mapping[str, int]]
+    nodes: Iterable[fx.Node],
+    dims: Mapping[sympy.Symbol, int],
+    at: Mapping[str, int],
+    others: Sequence[Mapping[str, int]],
+    same: Mapping[fx.Node, fx.Node] | None = None,
 ) -> tuple[Storages, list[Mapping[str, int]]]:
     """Storages at one place, and those of `others` where they differ: where no call that depends on the place makes
-    something else, no later one does.
+    something else, no later one does. Nodes may be of several graphs, one behind the other: `same` are placeholders,
+    each with the earlier node whose value it has.
     """
     values: dict[fx.Node, Any] = {}
     found = MetaValues()
@@ -60,8 +65,13 @@ def trace_and_compare(
     borrowed: set[int] = set()
     makers: list[tuple[fx.Node, int]] = []
     of_weights: dict[fx.Node, bool] = {}
-    for node in graph.nodes:
+    same = same or {}
+    for node in nodes:
         if node.op == "output":
+            continue
+        if node in same:
+            earlier = same[node]
+            values[node], of[node], of_weights[node] = values[earlier], of[earlier], of_weights[earlier]
             continue
         if node.op == "placeholder":
             size = _size(node, dims)
