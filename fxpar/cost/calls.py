@@ -151,6 +151,7 @@ class _Walk:
     cluster: ClusterSpec
     _links: dict[tuple[str, str, TensorMeta], tuple[Polynomial, Polynomial]] = field(default_factory=dict)
     _nominal: dict[int, float] = field(default_factory=dict)
+    _shares: dict[tuple[int, float], Polynomial] = field(default_factory=dict)
     _ways: dict[Any, _Way] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -173,8 +174,7 @@ class _Walk:
         if slowdown is not None and links:
             alone = {node: self._nominal_s(cost.seconds) for node, cost in costs.items()}
             for node, waited in exposed_s(part.graph.nodes, alone, links.get, slowdown).items():
-                share = Fraction(waited / alone[node]).limit_denominator(1000) if alone[node] else Fraction(1)
-                costs[node] = costs[node]._replace(exposed=costs[node].seconds * share)
+                costs[node] = costs[node]._replace(exposed=self._exposed(costs[node].seconds, alone[node], waited))
         return costs.values()
 
     def _nominal_s(self, seconds: Polynomial) -> float:
@@ -182,6 +182,13 @@ class _Walk:
         if id(seconds) not in self._nominal:
             self._nominal[id(seconds)] = float(seconds.at(NOMINAL_TOKENS))
         return self._nominal[id(seconds)]
+
+    def _exposed(self, seconds: Polynomial, alone: float, waited: float) -> Polynomial:
+        """What is waited for of a transfer that takes `alone`. Those that are alike share what they are made of."""
+        if (id(seconds), waited) not in self._shares:
+            share = Fraction(waited / alone).limit_denominator(1000) if alone else Fraction(1)
+            self._shares[id(seconds), waited] = seconds * share
+        return self._shares[id(seconds), waited]
 
     def _collective(self, node: fx.Node, kind: str) -> _Call:
         axis, sent = comm_of(node)
@@ -205,7 +212,7 @@ class _Walk:
     def _kernel(self, node: fx.Node) -> _Call:
         way = self._ways.get(node.target) or self._ways.setdefault(node.target, _Way.of(node.target))
         looks = _looks(node, way) if way.is_plain else None
-        found = self._known.alike.get(looks)
+        found = None if looks is None else self._known.alike.get(looks)
         if found is None:
             found = self._called(node)
             if looks is not None:

@@ -9,7 +9,7 @@ taken for others.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ class SizedStorages:
 
 
 def trace_sized(
-    nodes: Collection[fx.Node],
+    nodes: Iterable[fx.Node],
     dims: Mapping[sympy.Symbol, int],
     at: Mapping[str, int],
     others: Sequence[Mapping[str, int]],
