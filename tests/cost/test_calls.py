@@ -65,13 +65,14 @@ def test_collectives_are_those_of_the_body():
 
 def test_calls_with_equal_operands_are_priced_once(monkeypatch):
     """As each of them alone, also where programs of other strategies, and for other devices, were priced before."""
-    priced = [(program(name), cluster) for cluster in (NODE, on(**HALVES)) for name in ("tp4+sp", "dp4")]
+    priced = [(program(name), cluster) for cluster in (NODE, on(**HALVES)) for name in ("tp4+sp", "dp4", "dp4+offload")]
     found = [node_costs(*one) for one in priced]
     monkeypatch.setattr(calls, "is_plain", lambda target: False)
     assert found == [node_costs(*one) for one in priced]
     assert len({id(one.seconds) for one in found[0]}) < len(found[0]) / 2
-    alike = [{id(one.seconds) for one in each if one.kind in calls.COMPUTE} for each in found[:2]]
-    assert alike[0] & alike[1]
+    alike = [{id(one.seconds) for one in each if one.kind in calls.COMPUTE} for each in found]
+    assert alike[1] & alike[2]
+    assert not alike[1] & alike[4]
 
 
 def test_copies_to_the_host_take_its_link():
@@ -112,12 +113,16 @@ def test_what_tells_products_apart():
     made += [graph.call_function(addmm, (c, c, c)), graph.call_function(torch.ops.aten.add.Tensor, (c, c))]
     for node in made:
         node.meta["tensor"] = TensorMeta((4, 4), torch.float32)
-    assert len({calls._looks(node, calls._Way.of(node.target)) for node in made}) == len(made)
+
+    def looks(node: fx.Node) -> tuple:
+        return calls._looks(node, calls._Way.of(node.target))
+
+    assert len({looks(node) for node in made}) == len(made)
     again = graph.call_function(mm, (a, b))
     again.meta["tensor"] = TensorMeta((4, 4), torch.float32)
-    assert calls._looks(again, calls._Way.of(again.target)) == calls._looks(made[0])
+    assert looks(again) == looks(made[0])
     attention = next(n for n in program("dp4").body.graph.nodes if n.target in ATTENTION)
-    assert calls._looks(attention, calls._Way.of(attention.target)) is None
+    assert not calls._Way.of(attention.target).is_plain
 
 
 def collectives(lowered: TrainGraph, cluster: ClusterSpec = NODE) -> list[NodeCost]:
