@@ -41,11 +41,12 @@ from torch import fx
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.hops import hops_to_experts
+from fxpar.errors import ExpertsOrderError
 from fxpar.flow.expert_groups import ExpertGroup, calls_on_copies, expert_groups, of_tokens, operands_by_token, sources
 from fxpar.ir import collectives as c
 from fxpar.ir.counts import run_count
 from fxpar.ir.graph import AnnotatedGraph, TensorMeta, run_dims
-from fxpar.ir.node_meta import is_backward, is_size, local_tensor
+from fxpar.ir.node_meta import fqn_of, is_backward, is_size, local_tensor
 from fxpar.ir.pass_base import Tier
 from fxpar.ops import copies
 from fxpar.ops.traits import BY_EXPERT
@@ -79,7 +80,16 @@ class ExchangeTokens:
     def _hops(self, graph: AnnotatedGraph, group: ExpertGroup) -> tuple[str, ...]:
         x = local_tensor(group.members[0].args[0])
         nbytes = x.numel(run_dims(graph, dict(self.sizes))) // group.slots * x.dtype.itemsize
+        _check_order(graph, group)
         return hops_to_experts(graph.strategy.mesh, group.axis, self.cluster, group.slots, group.experts, nbytes)
+
+
+def _check_order(graph: AnnotatedGraph, group: ExpertGroup) -> None:
+    """Process groups have their ranks in ascending order, and what travels goes by that. Raises ExpertsOrderError."""
+    strategy = graph.strategy
+    if not strategy.mesh.ascends(group.axis.split(".")):
+        usual = ".".join(f"{name}{degree}" for name, degree in strategy.axes)
+        raise ExpertsOrderError(str(strategy), fqn_of(group.members[0]), group.axis, usual)
 
 
 def _exchange(chunks: list[_Exchange]) -> None:

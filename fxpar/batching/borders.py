@@ -40,6 +40,10 @@ class PredictsReductions(Protocol):
         """Seconds after a group under `name`."""
         ...
 
+    def pass_on(self, name: str, following: str) -> bool:
+        """Whether a group under `following`, which comes next, adds to those of one under `name`: they leave once."""
+        ...
+
 
 def overlap_pays(strategies: int, cluster: ClusterSpec) -> bool:
     """Whether switches and reductions should run beside the groups of so many strategies. One strategy inside of one
@@ -48,13 +52,28 @@ def overlap_pays(strategies: int, cluster: ClusterSpec) -> bool:
     return strategies > 1 or cluster.nodes > 1
 
 
-def schedule_of(names: Sequence[str], resident: Collection[str], overlap: bool) -> MiniBatchSchedule:
+def schedule_of(
+    names: Sequence[str], resident: Collection[str], overlap: bool, gradients: PredictsReductions
+) -> MiniBatchSchedule:
     """The actions of groups that run under these strategies, in this order."""
-    if not overlap:
-        return blocking(len(names))
     # Only what is resident stays where it is: a switch among such layouts writes nothing that one before it holds.
     stays = [name in resident for name in names]
-    return overlapped([not all(stays[: number + 1]) for number in range(len(stays))])
+    overwrites = [overlap and not all(stays[: number + 1]) for number in range(len(stays))]
+    passed_on = frozenset(
+        number
+        for number, (name, following) in enumerate(itertools.pairwise(names))
+        if not overwrites[number + 1] and gradients.pass_on(name, following)
+    )
+    return overlapped(overwrites, passed_on) if overlap else blocking(len(names), passed_on)
+
+
+def side_by_side(order: tuple[str, ...], gradients: PredictsReductions) -> tuple[str, ...]:
+    """Strategies that add to each other's gradients behind the first of them."""
+    found: list[str] = []
+    for name in order:
+        before = [place for place, other in enumerate(found) if gradients.pass_on(other, name)]
+        found.insert(before[-1] + 1 if before else len(found), name)
+    return tuple(found)
 
 
 @dataclass
@@ -75,14 +94,20 @@ class Borders:
         named = [(GroupAction("run", number), name) for number, name in enumerate(order)]
         seconds = {**self._transfers(order), **{run: runs[name].seconds for run, name in named}}
         flows = {run: Flow.of_run(*runs[name], self.flowing[name]) for run, name in named if name in self.flowing}
-        plan = schedule_of(order, self.switching.resident, self.overlap)
+        plan = schedule_of(order, self.switching.resident, self.overlap, self.gradients)
         return round(simulate_mini_batch(plan, seconds, flows).exposed_s, 9)
 
     def fastest(self, order: tuple[str, ...], runs: Mapping[str, RunTime]) -> tuple[str, ...]:
-        """The order with the least exposed time; `order` if no other is better. All are tried up to 4 strategies."""
-        if not self.overlap or len(order) > EXHAUSTIVE:
-            return order
-        return min(itertools.permutations(order), key=lambda one: self.exposed_s(one, runs))  # the first is `order`
+        """The order with the least exposed time; `order` if no other is better. All are tried up to 4 strategies that
+        overlap, else the one in which those that add to each other's gradients follow each other.
+        """
+        if self.overlap and len(order) <= EXHAUSTIVE:
+            orders = itertools.permutations(order)  # the first is `order`
+        else:
+            orders = iter(dict.fromkeys([order, side_by_side(order, self.gradients)]))
+        first = next(orders)
+        others = list(orders)
+        return min([first, *others], key=lambda one: self.exposed_s(one, runs)) if others else first
 
     def _transfers(self, order: tuple[str, ...]) -> Mapping[GroupAction, float]:
         if order not in self._known:

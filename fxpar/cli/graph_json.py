@@ -61,7 +61,7 @@ def graph_document(
     if not isinstance(graph, LogicalGraph):
         strategy = graph.strategy
         document |= strategy.to_json()
-        document |= {"world": strategy.world, "mesh": [list(axis) for axis in strategy.axes]}
+        document |= {"world": strategy.world, "mesh": [list(axis) for axis in strategy.all_digits]}
         document["notes"] = list(graph.notes)
     if isinstance(graph, TeamsGraph):
         document |= {"collective_counts": graph.collectives(), "collective_bytes": graph.collective_bytes()}

@@ -14,7 +14,15 @@ from fxpar.cli.console import human_bytes, human_seconds, print_table, show_note
 from fxpar.cli.plan_commands import PlanRequest
 from fxpar.cli.plan_galvatron import GalvatronRequest, imported_plan, run_import_galvatron, run_plan_galvatron
 from fxpar.cli.plan_sizes import show_sizes, sizes_json
-from fxpar.cli.plan_verify import VerifyJob, check_verify, kind_here, show_verified, verified, verified_json
+from fxpar.cli.plan_verify import (
+    VerifyJob,
+    check_verify,
+    kind_here,
+    other_devices,
+    show_verified,
+    verified,
+    verified_json,
+)
 from fxpar.cli.request import cluster_name, collected_warnings, write_json, write_output
 from fxpar.cli.shallow import Shallow, order_lines, sent_lines, set_json
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
@@ -108,14 +116,16 @@ def _run(request: PlanRequest) -> None:
         routes = model.routes(name for one in found.plans for name in one.strategies)
         notes = model.notes(name for one in found.plans for name in (one.usual or one).strategies)
         names, sets = _choices(found, request.verify)
-        runs: list[VerifiedPlan] = []
+        runs, elsewhere = list[VerifiedPlan](), list[str]()
         if request.verify is not None:
             status.update(f"running {len(sets)} plans on {cluster.world} ranks")
             runs = verified(_job(request, problem, found, [planned.plan(found, one) for one in sets]))
+            elsewhere = other_devices(request.cluster, cluster.world)
     fastest = order_of([run.measured_s for run in runs])[0] if runs else 0
     if request.output is not None:
-        said = [*remarks(found, request.output, sets[fastest]), *_measured(runs, fastest)]
+        said = [*remarks(found, request.output, sets[fastest]), *_measured(runs, fastest), *elsewhere]
         write_output(request.output, planned.plan(found, sets[fastest]).to_toml(said))
+    notes += elsewhere
     show_notes(notes)
     more = {"notes": notes, "routes": routes} | ({"verified": verified_json(runs)} if runs else {})
     if write_json(request.json, document(found, tokens) | sizes_json(rated) | more):

@@ -18,8 +18,10 @@ import torch
 from rich.console import Console
 
 from fxpar.cli.console import human_seconds, print_table
+from fxpar.cli.request import cluster_name
+from fxpar.cost.cluster import measured_on
 from fxpar.errors import PlanOptionError
-from fxpar.profiling.record import check_measured
+from fxpar.profiling.record import check_measured, device_name
 from fxpar.search.plan_file import parse_plan
 from fxpar.search.verify import Factors, StepSeconds, VerifiedPlan, order_of, refit
 
@@ -71,6 +73,19 @@ def check_verify(count: int, world: int, is_file: bool, cluster: str | None) -> 
         raise PlanOptionError("--verify", count, "a graph file has no weights to run; name its model")
     if cluster is not None:
         check_measured(cluster, torch.device(kind_here(world)))
+
+
+def other_devices(cluster: str | None, world: int) -> list[str]:
+    """A line that says so, if plans are predicted with figures of `cluster` that were not measured on what runs them.
+    Raises ClusterError.
+    """
+    if cluster is None or measured_on(cluster) is not None:  # those of another device are refused
+        return []
+    here = device_name(torch.device(kind_here(world)))
+    return [
+        f"plans were predicted for {cluster_name(cluster)}, and run on {world} ranks of {here}, where these figures "
+        "were not measured: ratios and factors compare the two, and a plan that is fastest here may not be so there"
+    ]
 
 
 def verified(job: VerifyJob) -> list[VerifiedPlan]:

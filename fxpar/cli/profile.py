@@ -22,7 +22,7 @@ from fxpar.cli.request import check_replaced, replace_output, to_json, write_out
 from fxpar.cli.run_commands import ProfileRequest
 from fxpar.cost.cluster import VERSION, ClusterSpec
 from fxpar.cost.device import Device
-from fxpar.errors import ProfileError
+from fxpar.errors import LauncherSignalError, ProfileError
 from fxpar.profiling.kept import Kept
 from fxpar.profiling.points import Point, measured
 from fxpar.profiling.record import described, device_name, file_content
@@ -52,7 +52,11 @@ def run_profile(request: ProfileRequest) -> None:
         logs = Path(tempfile.mkdtemp(prefix="fxpar-profile-"))  # stays if a rank fails: its error names the log
         begun = f"measuring with {request.ranks} ranks"
         with working(begun) as work, followed(logs, lambda text: work.update(f"{begun}: {text}")):
-            said = run_ranks(request.ranks, ("-m", "fxpar", "profile", *words_of(request)), logs, quiet=True)
+            try:
+                said = run_ranks(request.ranks, ("-m", "fxpar", "profile", *words_of(request)), logs, quiet=True)
+            except LauncherSignalError as error:
+                kept = "" if request.output == "-" else f"The same command goes on from {request.output}.part"
+                raise LauncherSignalError(error.name, kept) from None
         write_output("-", said)
         shutil.rmtree(logs, ignore_errors=True)
     else:
@@ -122,7 +126,7 @@ def _as_rank(request: ProfileRequest) -> None:
 def _measure(request: ProfileRequest, device: torch.device, rank: int, world: int, nodes: int) -> None:
     torch.set_num_threads(request.threads)
     keeps = rank == 0 and request.output != "-"
-    known = Kept.of(Path(f"{request.output}.part") if keeps else None, _settings(request, device, world))
+    known = Kept.of(Path(f"{request.output}.part") if keeps else None, _settings(request, device, world, nodes))
     if keeps and known.seconds:
         words = f"going on where it was interrupted: {known.path} has {len(known.seconds)} measurements"
         stdout_console().print(words, markup=False)
@@ -146,9 +150,9 @@ def _measure(request: ProfileRequest, device: torch.device, rank: int, world: in
         print_table(console, ("", "sustained", ""), shown(cluster, points))
 
 
-def _settings(request: ProfileRequest, device: torch.device, world: int) -> dict[str, Any]:
+def _settings(request: ProfileRequest, device: torch.device, world: int, nodes: int) -> dict[str, Any]:
     """With others a measurement begins anew."""
-    asked = {"seconds": request.seconds, "threads": request.threads, "ranks": world}
+    asked = {"seconds": request.seconds, "threads": request.threads, "ranks": world, "nodes": nodes}
     return {"version": VERSION, "device": device_name(device), "torch": torch.__version__, **asked}
 
 

@@ -225,7 +225,8 @@ def _locally(job: Job, request: TrainRequest) -> bool:
     except LaunchError as error:
         raise LaunchError(error.rank, error.how, error.log, how_to_go_on(request, job.config)) from None
     except LauncherSignalError as error:
-        raise LauncherSignalError(error.name, how_to_go_on(request, job.config)) from None
+        saved = "They saved nothing more (Ctrl-C saves a checkpoint)"
+        raise LauncherSignalError(error.name, f"{saved}. {how_to_go_on(request, job.config)}") from None
     except RankFailedError as error:
         if request.debug and error.trace:
             stderr_console().print(error.trace, markup=False)

@@ -231,8 +231,8 @@ class _Walk:
         moved = tuple(self._bytes_of(meta) for meta in touched(node))
         dtype, first = _dtype(node), self._samples[0]
         rate = device.attention_flops_per_s(dtype) if kind == "attention" else device.flops_per_s(dtype)
-        sweeps, bins = SWEEPS.get(node.target, 1), _bins(node)
-        return kind, _kernel_costs(kind, counts, moved, sweeps, bins, device, rate, first.tokens, first.most)
+        sweeps, bins, exposed = SWEEPS.get(node.target, 1), _bins(node), device.exposed_traffic_of(dtype)
+        return kind, _kernel_costs(kind, counts, moved, sweeps, bins, device, rate, exposed, first.tokens, first.most)
 
     def _bytes_of(self, meta: TensorMeta) -> Counts:
         known = self._known.nbytes
@@ -253,10 +253,12 @@ def _kernel_costs(
     bins: int,
     device: Device,
     rate: Fraction,
+    exposed: Fraction,
     tokens: int,
     most: int,
 ) -> tuple[Polynomial, ...]:
-    """Seconds, bytes and operations of a kernel whose arithmetic runs at `rate`. A document lies in one of `bins`, so
+    """Seconds, bytes and operations of a kernel whose arithmetic runs at `rate`, with an `exposed` share of what it
+    moves. A document lies in one of `bins`, so
     of T tokens it has not T * T / bins**2 pairs on a rank: it has all of them on one, and none on the others.
     """
     work = fitted(counts, tokens, most)
@@ -274,7 +276,7 @@ def _kernel_costs(
     for one, per_s in zip(tensors, rates, strict=True):
         # What grows with T hides behind the arithmetic, but for the exposed share, and what is larger than a cache.
         spills = device.cache_mb is not None and per_s == device.bytes_per_s
-        share = max(Fraction(device.exposed_traffic), Fraction(spills))
+        share = max(exposed, Fraction(spills))
         seconds += Polynomial(one.c0, one.c1 * share, one.c2 * share) * (1 / per_s)
     return seconds + work * (1 / rate), total, work
 

@@ -16,7 +16,8 @@ from fxpar.ir.written import brief, read
 
 _SHIPPED = Path(__file__).parent / "clusters"
 MEASURED = "measured"  # a table of cluster files that says where the figures come from; nothing is predicted with it
-VERSION = 4  # of that table as `fxpar profile` writes it
+VERSION = 5  # of that table as `fxpar profile` writes it
+_HALVES = 4  # since this one it measures both halves of a step
 _OF_HALVES = ("tflops", "attention_tflops", "attention_block")  # by dtype; of the backward with "backward_" before it
 
 
@@ -159,8 +160,11 @@ def measured_on(path: str | Path) -> tuple[str, str] | None:
     for what cannot be read.
     """
     about = _content(path).get(MEASURED)
-    device, version = (about.get("device"), about.get("torch")) if isinstance(about, dict) else (None, None)
-    return (device, version) if isinstance(device, str) and isinstance(version, str) else None
+    device, version = found = (about.get("device"), about.get("torch")) if isinstance(about, dict) else (None, None)
+    for key, value in zip(("device", "torch"), found, strict=True):
+        if not isinstance(value, str | None):
+            raise ClusterError(repr(str(path)), f"{MEASURED}.{key} = {brief(value)} must be a text")
+    return None if device is None or version is None else (device, version)
 
 
 def _content(path: str | Path) -> dict[str, Any]:
@@ -185,12 +189,16 @@ def _content(path: str | Path) -> dict[str, Any]:
 def _check_version(about: Any, device: Mapping[str, Any], source: str) -> None:
     """That a measured device has what `fxpar profile` measures. Before version 4 it measured attention forward and
     backward together, and products once: so these figures are of both, as they are where a file has none of the
-    backward. Raises ClusterError.
+    backward. Before version 5 `exposed_traffic` was one number for all dtypes. Raises ClusterError.
     """
     version = about.get("version") if isinstance(about, Mapping) else None
-    if not isinstance(version, int) or version < VERSION:
+    if version is None:
         return
     again = f"Measure again with `fxpar profile`, or delete the table `{MEASURED}` if these are figures of your own"
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+        raise ClusterError(source, f"{MEASURED}.version = {brief(version)} is none: they count from 1. {again}")
+    if version < _HALVES:
+        return
     if version > VERSION:
         raise ClusterError(source, f"{MEASURED}.version = {brief(version)} is newer than {VERSION}. {again}")
     own = "backward_exposed_traffic"  # that of the forward is left out where it is 0

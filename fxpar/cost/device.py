@@ -24,9 +24,11 @@ _BY_DTYPE = (
     "tflops",
     "attention_tflops",
     "attention_block",
+    "exposed_traffic",
     "backward_tflops",
     "backward_attention_tflops",
     "backward_attention_block",
+    "backward_exposed_traffic",
 )
 _RATES = (
     "tflops",
@@ -59,8 +61,8 @@ class Device:
     `attention_tflops` (as `tflops`) is what attention sustains in long documents; None: as much as products. Its
     kernels take `attention_block` keys at once (a number or a table too), so that a query computes with half a block
     more than it sees.
-    Of what products and attention read and write, the share `exposed_traffic` takes time beside their arithmetic: none
-    on a GPU, whose threads wait for memory in turns.
+    Of what products and attention read and write, the share `exposed_traffic` (a number or a table too) takes time
+    beside their arithmetic: none on a GPU, whose threads wait for memory in turns.
 
     These four are of the forward, and `backward_tflops`, `backward_attention_tflops`, `backward_attention_block` and
     `backward_exposed_traffic` the same of the backward (`fxpar.cost.ops.in_backward`); None: as in the forward.
@@ -88,13 +90,13 @@ class Device:
     cache_mb: float | None = None
     cache_gb_per_s: float | None = None
     shared_by: float = 1.0
-    exposed_traffic: float = 0.0
+    exposed_traffic: float | Mapping[str, float] = field(default=0.0, hash=False)
     host_gb_per_s: float = 25.0
     overlap_slowdown: float | None = None
     backward_tflops: float | Mapping[str, float] | None = field(default=None, hash=False)
     backward_attention_tflops: float | Mapping[str, float] | None = field(default=None, hash=False)
     backward_attention_block: float | Mapping[str, float] | None = field(default=None, hash=False)
-    backward_exposed_traffic: float | None = None
+    backward_exposed_traffic: float | Mapping[str, float] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         check_numbers(self.to_json(), "description", "device.")
@@ -125,6 +127,10 @@ class Device:
     def attention_block_of(self, dtype: torch.dtype) -> float:
         """Keys that attention in `dtype` takes at once."""
         return float(_of_dtype(self.attention_block, dtype))
+
+    def exposed_traffic_of(self, dtype: torch.dtype) -> Fraction:
+        """The share of what products in `dtype` read and write that takes time beside their arithmetic."""
+        return _of_dtype(self.exposed_traffic, dtype)
 
     def bytes_per_s_of(self, nbytes: Fraction | int) -> Fraction:
         """At which a tensor of so many bytes is read or written."""

@@ -275,7 +275,7 @@ class LauncherSignalError(FxparError):
     def __init__(self, name: str, advice: str = "") -> None:
         """`advice` says how to go on."""
         self.name = name
-        ended = f"ended by {name}; all ranks were ended too, and saved nothing more (Ctrl-C saves a checkpoint)"
+        ended = f"ended by {name}; all ranks were ended too"
         super().__init__(f"{ended}. {advice}" if advice else ended)
 
 

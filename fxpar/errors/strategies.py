@@ -74,6 +74,18 @@ class RingOfBinsError(FxparError):
         )
 
 
+class ExpertsOrderError(FxparError):
+    """Experts lie over `axes` (joined by '.') whose ranks are not in the order of the experts, so that tokens would
+    travel to other ones. `usual` are the strategy's axes, each in one place.
+    """
+
+    def __init__(self, strategy: str, module: str, axes: str, usual: str) -> None:
+        super().__init__(
+            f"strategy {strategy!r}: the experts of {module!r} lie over {axes}, whose ranks are not in this order "
+            f"where an axis stands in several places. Write each in one place, as in {usual}."
+        )
+
+
 class WorldSizeError(FxparError):
     """The degrees of a strategy do not multiply to the number of ranks. `by_block` are the ranks of each of its stages
     or teams (`blocks`), where these have a strategy of their own.
@@ -103,14 +115,16 @@ class TeamsBufferError(FxparError):
 
 
 class TeamsGatherError(FxparError):
-    """Teams that all have ZeRO-3 gather over the ranks of all of them, and one cannot take part."""
+    """Teams that all have ZeRO-3 gather over the ranks of all of them, and one cannot take part: `why`, and what to
+    `do`.
+    """
 
-    def __init__(self, strategy: str, team: str, why: str) -> None:
+    def __init__(
+        self, strategy: str, team: str, why: str, do: str = "Give all teams the same tp, sp, remat and rules"
+    ) -> None:
         super().__init__(
-            f"strategy {strategy!r}: teams that all have zero3 gather parameters over all ranks, layer by layer and "
-            f"together, and {team!r} {why}. Write the largest replicas first, dp before other axes, and the "
-            "same tp, sp, remat and rules for every team; or zero2 for one of them: then each shards over its own "
-            "ranks."
+            f"strategy {strategy!r}: teams that all have zero3 gather parameters together, over the ranks of all, and "
+            f"{team!r} {why}. {do}; or write zero2 in place of zero3 for one team, and each shards over its own ranks."
         )
 
 

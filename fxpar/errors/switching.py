@@ -32,6 +32,16 @@ class MeasuredElsewhereError(FxparError):
         )
 
 
+class StagingBytesError(FxparError):
+    """Memory for messages in which not even a row of a tensor has room."""
+
+    def __init__(self, given: float, tensor: str, row_bytes: int, least: int) -> None:
+        super().__init__(
+            f"staging_bytes = {given:,g} is too small: a row of {tensor!r} has {row_bytes:,} bytes, and each of two "
+            f"buckets holds one that is sent and one that is received. Give {least:,} bytes or more"
+        )
+
+
 class LayoutError(FxparError):
     """Two weight layouts that do not belong together, or a model that a strategy cannot be laid out for."""
 

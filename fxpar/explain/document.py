@@ -28,7 +28,7 @@ PRICES = {"tokens": Sizes.NOMINAL, "bytes_per_float": 2, "bytes_per_collective":
 
 def heading(model: str, strategy: Strategy, dims: Sequence[Dim], stages: Sequence[int] = ()) -> Document:
     """What every answer begins with."""
-    found: Document = {"model": model, **strategy.to_json(), "mesh": [list(axis) for axis in strategy.axes]}
+    found: Document = {"model": model, **strategy.to_json(), "mesh": [list(axis) for axis in strategy.all_digits]}
     found["sizes"] = {d.name: d.example for d in dims}
     return found | ({"pipeline_stages": list(stages)} if stages else {})
 

@@ -165,7 +165,7 @@ def _side(side: Digest) -> dict[str, Any]:
         "title": side.title,
         "strategy": None if strategy is None else str(strategy),
         "world": 1 if strategy is None else strategy.world,
-        "mesh": [] if strategy is None else [list(axis) for axis in strategy.axes],
+        "mesh": [] if strategy is None else [list(axis) for axis in strategy.all_digits],
         "cuts": list(side.cuts),
         "ops": side.op_count,
         "collective_bytes": side.rank_bytes,

@@ -22,7 +22,7 @@ MOST_CHUNKS = 64  # each is a copy of the loss, or of the experts, in the graph
 MOST_TOKENS = 2**31 - 1  # of a micro-batch
 RULE_FLAGS = ("sp", "zero0", "zero1", "zero2", "zero3", "remat", *SHARES, *CHUNKS)
 _AXIS = re.compile(r"([a-z]+)([0-9]{1,9})")
-_ROUNDS = re.compile(r"\s*rounds?\s*\(", re.IGNORECASE)  # several strategies: `fxpar.ir.teams.formations`
+_ROUNDS = re.compile(r"\s*rounds?\b\s*(\(?)", re.IGNORECASE)  # several strategies: `fxpar.ir.teams.formations`
 _SCHEDULE = re.compile(r"(gpipe|1f1b|zb_h1|interleaved_1f1b)(?:\((\d+)\))?")
 _COUNT = re.compile(rf"({'|'.join(CHUNKS)}|tokens)(?:\((.*)\))?", re.DOTALL)
 _SHARED = re.compile(rf"({'|'.join(SHARES)})(?:\((.*)\))?", re.DOTALL)
@@ -146,7 +146,11 @@ def parse_axes(text: str, axis_text: str, digits: bool = False) -> Axes:
         if not axis_text and "[" in text:
             why = "in front of the brackets stands what all other modules do, such as cp4[*.mlp: tp4]"
             raise StrategySyntaxError(text, text[text.index("[") :], why)
-        if _ROUNDS.match(part):
+        rounds = _ROUNDS.match(part)
+        if rounds and not rounds[1]:
+            why = "rounds have parentheses, with one strategy or several, as in rounds(cp8) and rounds(cp8, cp2, dp1)"
+            raise StrategySyntaxError(text, text, why)
+        if rounds:
             why = "rounds(...) stands alone, with flags inside, as in rounds(cp8+remat); name one strategy here, as cp8"
             raise StrategySyntaxError(text, part, why if ")" in text else "')' is missing at its end")
         if not match:

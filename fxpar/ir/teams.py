@@ -52,21 +52,47 @@ def lowered_for(strategy: Strategy, number: int) -> Strategy:
     """What a team's program is lowered for: what the team runs under; in step the same with replicas on all ranks, of
     which the team's ranks run theirs. So parameters are cut over all ranks, and a collective of replicas is of them.
 
-    Raises TeamsGatherError if replicas of the team, wherever it stands, do not cover the ranks of all teams.
+    Raises TeamsGatherError if replicas of the team, wherever it stands, do not cover the ranks of all teams, or if it
+    surely gathers in another way than the first team.
     """
     own = strategy.of_team(number)
     if not in_step(strategy):
         return own
-    ranks = own.world // own.replicas
+    ranks, begins = own.world // own.replicas, own.offset - strategy.offset
     inside = tuple(axis for axis in own.axes if axis[0] != REPLICAS)
-    if strategy.world % ranks or (own.offset - strategy.offset) % ranks:
-        why = f"begins at rank {own.offset} of {strategy.world}, which are no multiples of the {ranks} of its replicas"
-        raise TeamsGatherError(str(strategy), str(own), why)
+    if strategy.world % ranks:
+        why = f"has replicas of {ranks} ranks, which do not divide the {strategy.world} of all"
+        raise TeamsGatherError(str(strategy), str(own), why, "Take replicas whose ranks do")
+    if begins % ranks:
+        why = f"begins at rank {begins}, no multiple of the {ranks} ranks of its replicas"
+        raise TeamsGatherError(str(strategy), str(own), why, "Write the largest replicas first")
     if own.replicas > 1 and own.all_digits[0] != (REPLICAS, own.replicas):
-        raise TeamsGatherError(str(strategy), str(own), f"does not begin with {REPLICAS}{own.replicas}")
+        why = f"does not begin with {REPLICAS}{own.replicas}"
+        raise TeamsGatherError(str(strategy), str(own), why, f"Write {REPLICAS}{own.replicas} first")
+    _check_gathers(strategy, own, strategy.of_team(0))
     count = strategy.world // ranks
     axes = ((REPLICAS, count), *inside) if count > 1 else inside
     return replace(own, axes=axes or SINGLE.axes, offset=strategy.offset)
+
+
+def _check_gathers(strategy: Strategy, own: Strategy, first: Strategy) -> None:
+    """What is sure of any model: `own` gathers other pieces than `first`, or other layers again. What rules do, and
+    budgets of recomputation, only lowered programs say.
+    """
+    if own.rules or first.rules:
+        return
+    cut = [(*(one.degree(axis) for axis in ROLE_AXES if USES[axis] == "weights"), one.sp) for one in (own, first)]
+    again = [_gathers_again(one) for one in (own, first)]
+    if cut[0] != cut[1] or (None not in again and again[0] != again[1]):
+        what = "tp and sp" if cut[0] != cut[1] else "remat"
+        why = f"has other {what} than {str(first)!r}"
+        raise TeamsGatherError(str(strategy), str(own), why, f"Give all teams the same {what}")
+
+
+def _gathers_again(team: Strategy) -> str | None:
+    """Of which layers a backward that recomputes does so; None if that depends on the model."""
+    mode = "none" if team.remat is None else team.remat.mode
+    return mode if mode in ("none", "full", "selective") else None
 
 
 def teams_apart(strategy: Strategy) -> dict[Strategy, list[str]]:
@@ -164,6 +190,8 @@ def _words(choice: Strategy | str) -> list[str] | None:
         why = "a strategy stands between the commas, such as rounds(cp8), rounds(cp8, 2) or rounds(cp8, cp2, dp1)"
         raise StrategySyntaxError(text, text, why)
     for place, word in enumerate(words):
+        if len(split_outside(word, ";")) > 1:
+            raise StrategySyntaxError(text, word, "strategies are separated by ',', as in rounds(cp8, cp2, dp1)")
         if re.match(r"[-+]?\d", word) and (place != 1 or len(words) > 2 or not _NUMBER.match(word)):
             why = "the least ranks of a team are one whole number behind it, as in rounds(cp8, 2)"
             raise StrategySyntaxError(text, word, f"{word} is not a strategy; {why}")

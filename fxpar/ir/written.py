@@ -16,23 +16,37 @@ _LONG = re.compile(r"([\w.-]+)\"?\s*[=:][\s\[]*[-+]?(\d[\d_]{999,})")  # Python 
 
 
 class OutOfBoundsError(ValueError):
-    """Well-formed, but of no use: a number that is not finite or has more than 64 bits, or brackets without end."""
+    """Well-formed, but of no use: a number that is not finite or has more than 64 bits, brackets without end, or a key
+    that stands twice.
+    """
 
 
 def read(text: str, kind: Literal["TOML", "JSON"]) -> Any:
     """What the text says. Raises ValueError, a whole sentence about `it`; OutOfBoundsError names key and value."""
     try:
-        found = tomllib.loads(text) if kind == "TOML" else json.loads(text)
+        found = tomllib.loads(text) if kind == "TOML" else json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
         raise OutOfBoundsError(_TOO_DEEP) from None
     except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"it is not {kind}: {error}") from error
+    except OutOfBoundsError:
+        raise
     except ValueError:  # of the conversion to a number
         key, digits = next(iter(_LONG.findall(text)), ("it", ""))
         raise OutOfBoundsError(_unusable(key, f"a number of {len(digits):,} digits")) from None
     for key, value in _leaves(found):
         if not in_bounds(value):
             raise OutOfBoundsError(_unusable(key, brief(value)))
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A table of JSON. TOML has no key twice anyway."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise OutOfBoundsError(f"its key {twice!r} stands twice in one table; keep one")
     return found
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +27,10 @@ class Kept:
         """What the file has if it was begun with these settings, else it begins anew. All ranks call it, and know what
         the first one finds. Raises OSError.
         """
-        found = {} if path is None else _read(path, settings)
-        if path is not None and not found:
+        found, nbytes = ({}, 0) if path is None else _read(path, settings)
+        if path is not None and found:
+            os.truncate(path, nbytes)  # the next line is not to be written behind a torn one
+        elif path is not None:
             path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
         if dist.is_initialized():
             told = [found]
@@ -47,19 +51,24 @@ class Kept:
             self.path.unlink(missing_ok=True)
 
 
-def _read(path: Path, settings: Mapping[str, Any]) -> dict[str, float]:
-    """What was written line by line, up to one that was torn."""
-    try:
-        first, *lines = path.read_text(encoding="utf-8").splitlines()
-        if json.loads(first) != settings:
-            return {}
-    except (OSError, ValueError):
-        return {}
+def _read(path: Path, settings: Mapping[str, Any]) -> tuple[dict[str, float], int]:
+    """What was written line by line, up to one that was torn or is no measurement, and the bytes of it."""
     found: dict[str, float] = {}
+    try:
+        first, *lines = path.read_bytes().splitlines(keepends=True)
+        if json.loads(first) != settings:
+            return {}, 0
+    except (OSError, ValueError):
+        return {}, 0
+    nbytes = len(first)
     for line in lines:
         try:
             what, seconds = json.loads(line)
-            found[str(what)] = float(seconds)
+            taken_s = float(seconds)
         except (ValueError, TypeError):
             break
-    return found
+        if not (line.endswith(b"\n") and 0 < taken_s < math.inf):
+            break
+        found[str(what)] = taken_s
+        nbytes += len(line)
+    return found, nbytes

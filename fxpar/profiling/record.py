@@ -69,11 +69,13 @@ def described(points: Sequence[Point], device: torch.device, nodes: int, world: 
 def _device(points: Sequence[Point], device: torch.device, local_world: int, threads: int) -> Device:
     by_kind = {point.kind: [one for one in points if one.kind == point.kind] for point in points}
     rates = memory_rates([*by_kind["copy"], *by_kind["add"]])
-    forward, backward = (_half(by_kind, half, rates["memory_gb_per_s"] * 1e9) for half in ("", BACKWARD))
+    launch_us = _short(_launch_s(by_kind, device) * 1e6)
+    bare = Device(tflops=1.0, launch_us=launch_us, **rates)
+    forward, backward = (_half(by_kind, half, bare) for half in ("", BACKWARD))
     return Device(
         **forward,
         **{f"backward_{name}": figure for name, figure in backward.items()},
-        launch_us=_short(_launch_s(by_kind, device) * 1e6),
+        launch_us=launch_us,
         memory_gb=_short(memory_bytes(device, local_world) / 1e9),
         shared_by=ranks_per_core(local_world, threads) if device.type == "cpu" else 1.0,
         overlap_slowdown=_overlap_slowdown(by_kind) if device.type == "cuda" else None,
@@ -82,8 +84,10 @@ def _device(points: Sequence[Point], device: torch.device, local_world: int, thr
     )
 
 
-def _half(by_kind: Mapping[str, Sequence[Point]], half: str, bytes_per_s: float) -> dict[str, Any]:
-    """Figures of `Device` for products and attention, of the forward or of the BACKWARD."""
+def _half(by_kind: Mapping[str, Sequence[Point]], half: str, bare: Device) -> dict[str, Any]:
+    """Figures of `Device` for products and attention, of the forward or of the BACKWARD; `bare` has those of memory and
+    of kernels.
+    """
     products, attention = by_kind[f"{half}product"], by_kind[f"{half}attention"]
     best: dict[str, float] = {}
     for point in products:
@@ -93,7 +97,7 @@ def _half(by_kind: Mapping[str, Sequence[Point]], half: str, bytes_per_s: float)
         "tflops": {name: _short(rate / 1e12) for name, rate in best.items()},
         "attention_tflops": {name: _short(rate / 1e12) for name, (rate, _) in curves.items()},
         "attention_block": {name: _short(block) for name, (_, block) in curves.items()},
-        "exposed_traffic": _exposed_traffic(by_kind.get(f"{half}thin product", []), best, bytes_per_s),
+        "exposed_traffic": _exposed_traffic(by_kind.get(f"{half}thin product", []), best, bare),
     }
 
 
@@ -131,14 +135,19 @@ def _launch_s(by_kind: Mapping[str, Sequence[Point]], device: torch.device) -> f
     return statistics.mean(found)
 
 
-def _exposed_traffic(points: Sequence[Point], best: Mapping[str, float], bytes_per_s: float) -> float:
-    """What thin products take beyond their operations, in the time of reading and writing all of their matrices."""
-    found = []
+def _exposed_traffic(points: Sequence[Point], best: Mapping[str, float], bare: Device) -> float | dict[str, float]:
+    """By dtype, what thin products take beyond what is sure, in the time of reading and writing their rows: as kernels
+    are priced (`fxpar.cost.calls`), which pay for their launch, their operations and their weights in full.
+    """
+    found: dict[str, list[float]] = {}
     for point in points:
+        itemsize = getattr(torch, point.of).itemsize
+        rows, weight = (width * point.size * itemsize for width in (THIN_ROWS, point.size))
+        rows_s, weight_s = (float(nbytes / bare.bytes_per_s_of(nbytes)) for nbytes in (rows, weight))
         products = point.amount / (2 * THIN_ROWS * point.size**2)
-        nbytes = products * (2 * THIN_ROWS + point.size) * point.size * getattr(torch, point.of).itemsize
-        found.append((point.seconds - point.amount / best[point.of]) * bytes_per_s / nbytes)
-    return _short(max(0.0, statistics.median(found))) if found else 0.0
+        sure_s = point.amount / best[point.of] + products * (float(bare.launch_s) + weight_s)
+        found.setdefault(point.of, []).append((point.seconds - sure_s) / (products * 2 * rows_s))
+    return {name: _short(max(0.0, statistics.median(shares))) for name, shares in found.items()} or 0.0
 
 
 def fitted_attention(points: Sequence[Point]) -> tuple[float, float]:

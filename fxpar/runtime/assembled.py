@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.group import kept_cost
 from fxpar.cost.group_cost import Cost, TeamsCost
 from fxpar.errors import CostContractError
-from fxpar.ir.graph import LogicalGraph
+from fxpar.ir.graph import LogicalGraph, Size
 from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 from fxpar.passes.pack_documents import pack_documents
 from fxpar.precision import with_precision
@@ -35,6 +35,7 @@ from fxpar.runtime.storage import activation_bytes, may_overlap, open_storage, s
 from fxpar.runtime.switching import Switching, TransportOptions
 from fxpar.store import MemoryReport
 from fxpar.store.weights import WeightStore
+from fxpar.switch.terms import accumulators_of
 from fxpar.torch_api.hooks import hooked_modules
 from fxpar.tracer.finish import without_unread
 from fxpar.tracer.same_loss import is_same_loss
@@ -127,7 +128,7 @@ def _engines(
         cluster,
         options,
         activations,
-        options.overlap and may_overlap(sum(len(one.groups) for one in every), device, ground.world_group, cluster),
+        options.overlap and may_overlap(len(_accumulators(programs)), device, ground.world_group, cluster),
         sharing_of_all([one.compiled for one in every]),
         tuple(first.compiled.logical.params()),
         first.given,
@@ -163,6 +164,11 @@ def _engines(
         for name, one in decided.items()
     }
     return engines, memory
+
+
+def _accumulators(programs: Mapping[str, TrainGraph]) -> set[Hashable]:
+    """Those of the programs that do not add to each other's."""
+    return {accumulators_of(program) or name for name, program in programs.items()}
 
 
 def _engine_options(decided: Decided, options: ParallelizeOptions, overlap: bool, joined: bool) -> EngineOptions:
@@ -202,10 +208,16 @@ def _plain_calls(
         options.seed,
         epoch=lambda: engine.steps,
         captured=captured,
+        shapes=_batch_shapes(next(iter(decided.compiled.programs.values()))),
         precision=decided.compiled.precision,
         watched=lambda: engine.watched("backward of a plain call"),
         noted={note.partition(" (")[0] for program in programs.values() for note in program.notes},
     )
+
+
+def _batch_shapes(program: TrainGraph) -> dict[str, tuple[Size, ...]]:
+    """By key of the batch."""
+    return {one.fqn: one.meta.shape for one in program.inputs if one.kind == "batch"}
 
 
 def _bind_all(

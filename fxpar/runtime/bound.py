@@ -49,8 +49,9 @@ class BoundGraph(TrainRunner[ExecGraph]):
         operands, sums = self.gather("body", {"input": inputs}), self.sums.get("body")
         if sums is None:
             sums = self.call("body", operands)
+            if self.made is unheard:  # more is added to them
+                own_memory(sums, (*inputs, *self.prepared), self.buffers)
         else:
-            own_memory(sums, (*inputs, *self.prepared), self.buffers)
             operands += [value for i, value in enumerate(sums) if i not in self.buffers]
             sums = self.call("body", operands, keep=self.buffers)
         self.sums["body"] = sums
@@ -70,9 +71,17 @@ class BoundGraph(TrainRunner[ExecGraph]):
         self.made = unheard
         made({fqn: self.sums["body"][i] for i, fqn in self.final.items()})
 
+    def begin_with(self, begun: Mapping[str, Tensor]) -> None:
+        self.skip()
+        for i, fqn in self.final.items():
+            self.sums["body"][i] = begun[fqn]
+
     def skip(self) -> None:
-        """This replica has no micro-batch in the group: zeros, and buffers as they are. Not for ZeRO-2 and 3."""
-        self.sums["body"] = [self.nothing(node) for node in self.program.body.results]
+        """This replica has no micro-batch in the group: what there was, else zeros, and buffers as they are. Not for
+        ZeRO-2 and 3.
+        """
+        if not self.sums:
+            self.sums["body"] = [self.nothing(node) for node in self.program.body.results]
 
     def finish(self) -> dict[str, Any]:
         """End a group: reduce. Returns {"loss": ..., "metrics": {name: sum}, "grads": {fqn: local}, "buffers": {fqn:

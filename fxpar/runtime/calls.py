@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import ParallelizeError, muted_warnings, warn
 from fxpar.ir.exec_graph import PlainGraph
-from fxpar.ir.graph import ForwardGraph
+from fxpar.ir.graph import ForwardGraph, Size
 from fxpar.ir.pipeline_graph import TeamsGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import lower_forward
@@ -67,7 +67,8 @@ class _Ready:
 @dataclass
 class PlainCalls:
     """Captures, lowers and runs forwards; `strategy` is the name of the one that calls run under, `captured` the dtypes
-    of parameters that the model is written for, `noted` the ops whose missing rules have been warned of.
+    of parameters that the model is written for, `shapes` those of the batch that it is trained with, `noted` the ops
+    whose missing rules have been warned of.
     """
 
     strategies: Mapping[str, Strategy]
@@ -79,6 +80,7 @@ class PlainCalls:
     seed: int
     epoch: Callable[[], Hashable]
     captured: Mapping[str, torch.dtype]
+    shapes: Mapping[str, tuple[Size, ...]]
     precision: Precision
     watched: Callable[[], AbstractContextManager[object]] = nullcontext
     noted: set[str] = field(default_factory=set)
@@ -167,11 +169,11 @@ class PlainCalls:
 
     def _get_ready(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Ready:
         gradients = torch.is_grad_enabled()
-        call = (gradients, call_key(module, args, kwargs))
+        call = (gradients, call_key(module, args, kwargs, self.shapes))
         if (self.strategy, call) not in self._ready:
             if call not in self._logical:
                 with self.tracing(), self.switching.store.shown_without_values(module, self.captured):
-                    logical = capture_forward(module, args, kwargs, gradients=gradients)
+                    logical = capture_forward(module, args, kwargs, captured=self.shapes, gradients=gradients)
                 self._logical[call] = with_precision(logical, self.precision)
             with muted_warnings():
                 program = lower_forward(self._logical[call], self.strategies[self.strategy])

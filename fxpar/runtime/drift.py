@@ -132,7 +132,7 @@ class Drift:
                 lower, upper = best[number - 1] if number else 0, best[number + 1]
                 for edge in edges:
                     limits = (*best[:number], edge, *best[number + 1 :])
-                    if not lower < edge < upper or not self._may(limits):
+                    if not lower < edge < upper or not self.may(limits):
                         continue
                     time = engine.predicted_with(replace(fitted, limits=limits))
                     if time < took * (1 - WORTH):
@@ -141,7 +141,7 @@ class Drift:
                 break
         return best
 
-    def _may(self, limits: Sequence[int]) -> bool:
+    def may(self, limits: Sequence[int]) -> bool:
         """Whether each group holds its longest sequence, and there is memory for it."""
         groups = self.engine.with_limits(limits)
         if any(group.bin_budget < group.limit for group in groups):

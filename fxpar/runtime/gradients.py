@@ -8,7 +8,7 @@ chain   (the paper's way) terms are reduced within the replicas of their graph; 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -24,7 +24,7 @@ from fxpar.store.weights import WeightStore
 from fxpar.switch import ParamLayout, SwitchPlan, plan_switch
 from fxpar.switch.node_first import NodeFirstPlan, cheapest_reduction
 from fxpar.switch.reduction import AnyReductionPlan, plan_reduction
-from fxpar.switch.terms import gradient_placements
+from fxpar.switch.terms import accumulators_of, gradient_placements
 from fxpar.transport import Holding, NodeFirstReduction, Reduction, Switch, reduction_on
 
 Mode = Literal["home", "chain"]
@@ -44,6 +44,7 @@ class Gradients:
     _reductions: dict[str, Reduction | NodeFirstReduction] = field(default_factory=dict)
     _chain: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     _hops: dict[tuple[str, str], tuple[SwitchPlan, Switch]] = field(default_factory=dict)
+    _known: dict[str, Hashable | None] = field(default_factory=dict)
     _last: str | None = None
 
     def begin(self, scale: float = 1.0, names: Collection[str] | None = None) -> None:
@@ -92,6 +93,18 @@ class Gradients:
     def predicted_s(self, name: str) -> float:
         """Predicted seconds of the reduction after a group."""
         return self.plan(name).predicted_s
+
+    def pass_on(self, name: str, following: str) -> bool:
+        """Whether a run under `following` adds to the gradients of one under `name` before it, in place of those being
+        reduced: they lie alike. A chain hands its sums from graph to graph anyway.
+        """
+        mine = self._accumulators(name)
+        return self.mode == "home" and mine is not None and mine == self._accumulators(following)
+
+    def _accumulators(self, name: str) -> Hashable | None:
+        if name not in self._known:
+            self._known[name] = accumulators_of(self.programs[name])
+        return self._known[name]
 
     def plan(self, name: str) -> AnyReductionPlan | NodeFirstPlan:
         """The verified plan of a group's reduction."""

@@ -17,6 +17,7 @@ from fxpar.runtime.binding import Bound
 from fxpar.runtime.gradients import Gradients
 from fxpar.runtime.micro import MicroRun
 from fxpar.runtime.report import GroupReport
+from fxpar.runtime.runner import unheard
 from fxpar.runtime.spans import NO_SPANS, Recorder, Spans
 from fxpar.runtime.streams import carry_out
 from fxpar.runtime.switching import Switching
@@ -55,6 +56,8 @@ class MiniBatch:
     metrics: list[dict[str, float]] = field(default_factory=list)  # of each group, sums by the names of results
     experts: list[Mapping[str, Tensor]] = field(default_factory=list)  # of each group, rows by module (`ExpertRows`)
     _grads: dict[int, Handed] = field(default_factory=dict)
+    _reduced: set[int] = field(default_factory=set)  # groups behind which gradients leave
+    _begun: dict[str, Tensor] = field(default_factory=dict)  # gradients that the next group adds to
     _moved: dict[GroupAction, int] = field(default_factory=dict)
     _arrivals: dict[int, Arrivals] = field(default_factory=dict)
 
@@ -63,7 +66,9 @@ class MiniBatch:
         numbers of groups, those of a wave run at the same time, on ranks of their own.
         """
         names = [one.name for one in self.groups]
-        plan = in_waves(waves) if waves else schedule_of(names, self.switching.resident, overlap)
+        resident, gradients = self.switching.resident, self.gradients
+        plan = in_waves(waves) if waves else schedule_of(names, resident, overlap, gradients)
+        self._reduced = {action.group for action in plan.actions if action.kind == "reduce"}
         self._arrivals = {action.group: Arrivals() for action in plan.fed_by if action.kind == "run"}
         self._grads = {number: Handed() for number in range(len(self.groups))}
         spent = carry_out(plan, self._do, self._shown)
@@ -97,10 +102,12 @@ class MiniBatch:
         return [one.name for one in self.groups[:number]]
 
     def _compute(self, number: int) -> None:
-        one, spans, made = self.groups[number], self._spans, self._grads[number].came
+        one, spans, leave = self.groups[number], self._spans, number in self._reduced
+        made = self._grads[number].came if leave else unheard
         bound, arrivals = self.bound[one.name], self._arrivals.get(number)
+        begun, self._begun = self._begun, {}
         with spans.span("prologue"):
-            bound.prepare(self.switching.store.compute(one.name), self.buffers, arrivals)
+            bound.prepare(self.switching.store.compute(one.name), self.buffers, arrivals, begun)
         bound.run_all(one.micro_batches(), spans, made)
         if arrivals is not None:
             arrivals.wait_for_all()  # a replica without micro-batches learns here that the switch has failed
@@ -111,6 +118,8 @@ class MiniBatch:
         self.experts.append(result["experts"])
         self.buffers.update(result["buffers"])
         made(result["grads"])
+        if not leave:
+            self._begun = dict(result["grads"])
 
     @property
     def _spans(self) -> Spans:
@@ -134,7 +143,8 @@ class MiniBatch:
         one = self.groups[number]
         switch, run, reduce = (spent[GroupAction(kind, number)] for kind in ("switch", "run", "reduce"))
         waited = self._arrivals[number].waited_s if number in self._arrivals else 0.0
-        moved = {kind: self._moved[GroupAction(kind, number)] for kind in ("switch", "reduce")}
+        moved = {kind: self._moved.get(GroupAction(kind, number), 0) for kind in ("switch", "reduce")}
+        reduce_s = self.gradients.predicted_s(one.name) if number in self._reduced else 0.0
         return GroupReport(
             limit=one.spec.limit,
             strategy=one.name,
@@ -149,7 +159,7 @@ class MiniBatch:
             reduce_bytes=moved["reduce"],
             predicted_s=one.plan.predicted_s,
             predicted_switch_s=self.border_factor * self.switching.predicted_s(one.name, self._visited(number)),
-            predicted_reduce_s=self.border_factor * self.gradients.predicted_s(one.name),
+            predicted_reduce_s=self.border_factor * reduce_s,
             lengths=length_counts(one.lengths),
             unit=one.unit,
         )

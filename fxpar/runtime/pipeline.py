@@ -154,11 +154,15 @@ class BoundPipeline:
         return flowing_pace(self.program) if self._backend == "eager" else None
 
     def prepare(
-        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], arrivals: Arrivals | None = None
+        self,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        arrivals: Arrivals | None = None,
+        begun: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Start a group: this rank's stored parameters and all buffers, by FQN; see `TrainRunner.prepare`."""
         for stage in self.stages.values():
-            stage.prepare(params, buffers, arrivals)
+            stage.prepare(params, buffers, arrivals, begun)
             self._device = stage.device
 
     def run_all(self, micro_batches: Sequence[MicroRun], spans: Spans = NO_SPANS, made: Made = unheard) -> None:

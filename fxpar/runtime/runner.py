@@ -168,10 +168,15 @@ class TrainRunner(Runner[T], ABC):
             self._arrivals.wait(self.program.inputs[place].fqn)
 
     def prepare(
-        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], arrivals: Arrivals | None = None
+        self,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        arrivals: Arrivals | None = None,
+        begun: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Start a group: local stored parameters and buffers by FQN (those of other stages too); runs the prologue. If
-        `arrivals` are under way, each parameter is waited for where it is first used.
+        `arrivals` are under way, each parameter is waited for where it is first used. Micro-batches add to the
+        gradients that are `begun` (those of other stages too), in place: all of the program's, or none.
         """
         self._arrivals, self.made = arrivals, unheard
         self.expert_rows.take()
@@ -181,6 +186,12 @@ class TrainRunner(Runner[T], ABC):
         self.inputs = self.fill({"param": params, "buffer": buffers, "constant": self.constants})
         self.sums = {}
         self.prepared = self.call("prologue", self.gather("prologue", {}))
+        if begun:
+            self.begin_with(begun)
+
+    @abstractmethod
+    def begin_with(self, begun: Mapping[str, Tensor]) -> None:
+        """Let `sums` be these gradients, and zeros."""
 
     def carry(self, results: list[Any], idle: bool) -> None:
         """The next micro-batch starts from the buffers that this one left; an idle one leaves them as they are."""

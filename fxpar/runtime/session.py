@@ -275,14 +275,20 @@ class Session:
     def load_state(self, state: Mapping[str, Any]) -> None:
         if not isinstance(state, Mapping) or "steps" not in state:
             raise ParallelizeError("load_engine_state was not given what engine_state() returned")
+        try:
+            steps = int(state["steps"])
+        except (TypeError, ValueError) as error:
+            raise _not_a_state(error) from error
         for one in self.tasks.values():
-            one.engine.steps = int(state["steps"])
+            one.engine.steps = steps
         self._take_replanned(state.get("replanned"))
         if self.engine.scaler is not None and "loss_scaler" in state:
             self.engine.scaler.load_state(state["loss_scaler"])
 
     def _take_replanned(self, state: Any) -> None:
-        """What an earlier run planned with, if it had the same strategies for the same longest sequences."""
+        """What an earlier run planned with, if it had the same strategies for the same longest sequences, and where
+        this run has as much memory.
+        """
         if state is None:
             return
         try:
@@ -290,15 +296,24 @@ class Session:
             found = Replanned(limits, factors, float(state["borders"]))
             same = list(state["strategies"]) == list(self.engine.names)
         except (KeyError, TypeError, ValueError) as error:
-            raise ParallelizeError(
-                f"load_engine_state was not given what engine_state() returned ({error!r})"
-            ) from error
-        if same and limits[-1] == self.engine.opened[-1].limit:
-            self.engine.replan(found)
-        else:
+            raise _not_a_state(error) from error
+        ascending = bool(limits) and limits[0] >= 1 and list(limits) == sorted(limits)
+        if not (ascending and len(factors) == len(limits) and all(0 < x < math.inf for x in (*factors, found.borders))):
+            raise _not_a_state(found)
+        if not same or limits[-1] != self.engine.opened[-1].limit:
             warn("limits and costs of the re-planned earlier run are not taken: it had other strategies")
+        elif not self.watch_drift(0.0).may(limits):
+            each = ", ".join(map(str, limits))
+            why = "micro-batches of this run hold fewer tokens, or its memory is smaller"
+            warn(f"limits {each} and costs of the re-planned earlier run are not taken: {why}")
+        else:
+            self.engine.replan(found)
 
     def watch_drift(self, share: float) -> Drift:
         """What is to be called after each step. Groups whose limits rise must do with the memory that there is."""
         engine, needed = self.engine, partial(self._activations, self.engine)
         return Drift(engine, share, lambda groups: needed(groups) <= needed(engine.opened))
+
+
+def _not_a_state(found: object) -> ParallelizeError:
+    return ParallelizeError(f"load_engine_state was not given what engine_state() returned ({found!r})")

@@ -41,12 +41,20 @@ class BoundStage(TrainRunner[StageProgram]):
         return 0 if part is self.program.backward else None
 
     def prepare(
-        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], arrivals: Arrivals | None = None
+        self,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        arrivals: Arrivals | None = None,
+        begun: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Start a group, as a TrainRunner does, without a micro-batch under way."""
         self._kept.clear()
         self._begun.clear()
-        super().prepare(params, buffers, arrivals)
+        super().prepare(params, buffers, arrivals, begun)
+
+    def begin_with(self, begun: Mapping[str, Tensor]) -> None:
+        late = self._late([self.nothing(node) for node in self.program.weight_part.results])
+        self.sums["backward"] = [begun[self.final[i]] if i in self.final else value for i, value in enumerate(late)]
 
     def begin(
         self, micro_batch: int, batch: Mapping[str, Tensor], received: Mapping[str, Tensor], run: MicroRun
@@ -113,8 +121,9 @@ class BoundStage(TrainRunner[StageProgram]):
     def skip(self) -> None:
         """No micro-batch in this group: zeros, and buffers as they are."""
         results = self.program.forward.results
+        late = self.sums.get("backward")
         self.sums["forward"] = [None] * len(self.sent) + [self.nothing(results[i]) for i in self._ends]
-        self.sums["backward"] = self._late([self.nothing(node) for node in self.program.weight_part.results])
+        self.sums["backward"] = late or self._late([self.nothing(one) for one in self.program.weight_part.results])
 
     def finish_forward(self) -> dict[str, Tensor]:
         """End a group of forwards: the loss and metrics by name, on the stage that has them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -15,7 +16,7 @@ from fxpar.batching import LengthGroup
 from fxpar.batching.borders import overlap_pays
 from fxpar.batching.lengths import LengthLimits
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import FxparError, LayOutError, OrderError, nearest
+from fxpar.errors import FxparError, LayOutError, OrderError, StagingBytesError, nearest
 from fxpar.ir.graph import Input
 from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 from fxpar.memory import Conditions, predict_memory, steady_micro_batches
@@ -31,11 +32,13 @@ from fxpar.store import (
     wire_layout,
 )
 from fxpar.store.folder import Given, Read
+from fxpar.store.home import ParamSpec
 from fxpar.store.materialize import is_on_meta, materialize
 from fxpar.store.weights import WeightStore
 from fxpar.switch import ParamLayout, layout_of
 from fxpar.switch.node_first import room_for_sums
 from fxpar.switch.order import SwitchSchedule
+from fxpar.transport.staging import aligned
 
 T = TypeVar("T")
 
@@ -59,9 +62,11 @@ def open_storage(
     overlap (where they may: if there is room). `activations()` are their bytes; they are only asked for if there is a
     budget, as predicting them takes about a tenth of the time of lowering. `params` are those of the model. Values that
     are `given` are read by this rank's slices. A `store` that has the parameters already is laid out anew. What another
-    `sharing` than fxpar's lays out is checked first.
+    `sharing` than fxpar's lays out is checked first. Raises StagingBytesError.
     """
     specs = specs_of(programs.values(), params)
+    if world > 1:
+        check_staging(specs, options.staging_bytes)
     home = home_layout(specs, world, options.home)
     wire = wire_layout(home, specs)
     layouts = {name: layout_of(program, name) for name, program in programs.items()}
@@ -74,7 +79,8 @@ def open_storage(
 
     def report(kept: tuple[str, ...], together: bool) -> MemoryReport:
         joined = options.memory_budget_bytes is None and set(kept) == set(programs)
-        work = partial(memory_report, programs, home, [rank], kept, staging, at_work, together, sharing, joined)
+        said = {"overlap": together, "joined": joined, "chained": options.gradients == "chain"}
+        work = partial(memory_report, programs, home, [rank], kept, staging, at_work, sharing=sharing, **said)
         everyone: list[Any] = [None] * world
         dist.all_gather_object(everyone, _or_all_raise(sharing, rank, work))
         return max(everyone, key=lambda found: found.total_bytes)
@@ -97,6 +103,17 @@ def open_storage(
     store = WeightStore(programs, home, storage, rank=rank, device=device)
     _take_home(module, store, params, options, given)
     return store, schedule.keeping(kept), memory, overlap
+
+
+def check_staging(specs: Sequence[ParamSpec], staging_bytes: float) -> None:
+    """See that two buckets hold a row of each parameter that is sent, and one that is received: messages are cut along
+    the longest dim alone (`fxpar.transport.phases`). Raises StagingBytesError.
+    """
+    rows = {one.fqn: math.prod(one.shape) // max((*one.shape, 1)) * one.master.itemsize for one in specs}
+    largest = max(rows, key=lambda fqn: rows[fqn], default="")
+    least = 4 * aligned(rows.get(largest, 0))
+    if staging_bytes < least:
+        raise StagingBytesError(staging_bytes, largest, rows[largest], least)
 
 
 def staging_for(layouts: Mapping[str, ParamLayout], options: ParallelizeOptions) -> int:

@@ -35,9 +35,13 @@ class BoundTeam:
         self.tells = bound.rank == teams.mesh_of(number).ranks[0] if bound.tells is None else bound.tells
 
     def prepare(
-        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], arrivals: Arrivals | None = None
+        self,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        arrivals: Arrivals | None = None,
+        begun: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """See `TrainRunner.prepare`."""
+        """See `TrainRunner.prepare`; nothing is begun."""
         self._bound.prepare(params, buffers, arrivals)
 
     def run_all(self, micro_batches: Sequence[MicroRun], spans: Spans = NO_SPANS, made: Made = unheard) -> None:
@@ -69,7 +73,11 @@ class BoundElsewhere:
         self.replica, self.replicas = 0, range(program.strategy.replicas)
 
     def prepare(
-        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], arrivals: Arrivals | None = None
+        self,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        arrivals: Arrivals | None = None,
+        begun: Mapping[str, Tensor] | None = None,
     ) -> None:
         """See `TrainRunner.prepare`."""
 

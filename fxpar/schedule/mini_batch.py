@@ -24,6 +24,8 @@ BUCKETS = 8  # that weights come in, and gradients leave in
 BUCKET_BYTES = 2 << 20  # that a bucket has at least
 STAGING_BYTES = 64 << 20  # of messages on a rank at most, where nobody says otherwise
 FORWARD = 1 / 3  # of a micro-batch
+Passed = frozenset[int]  # groups whose gradients the next one adds to
+NOTHING_PASSED: Passed = frozenset()
 
 
 class GroupAction(NamedTuple):
@@ -79,10 +81,12 @@ class _Wait(NamedTuple):
 
 
 @cache
-def blocking(groups: int) -> MiniBatchSchedule:
-    """One after the other: nothing runs beside anything else."""
+def blocking(groups: int, passed_on: Passed = NOTHING_PASSED) -> MiniBatchSchedule:
+    """One after the other: nothing runs beside anything else. Groups that have `passed_on` their gradients reduce none:
+    the next run adds to them.
+    """
     order = [GroupAction(kind, group) for group in range(groups) for kind in ("switch", "run", "reduce")]
-    return MiniBatchSchedule(tuple(order), (), {})
+    return MiniBatchSchedule(tuple(one for one in order if one.kind != "reduce" or one.group not in passed_on), (), {})
 
 
 def in_waves(sizes: Sequence[int]) -> MiniBatchSchedule:
@@ -96,18 +100,19 @@ def in_waves(sizes: Sequence[int]) -> MiniBatchSchedule:
     return MiniBatchSchedule(tuple(order), (), {})
 
 
-def overlapped(overwrites: Sequence[bool]) -> MiniBatchSchedule:
+def overlapped(overwrites: Sequence[bool], passed_on: Passed = NOTHING_PASSED) -> MiniBatchSchedule:
     """The next group's weights come while a group runs, and its gradients leave while the next one runs.
 
     `overwrites[i]`: the switch of group i writes where an earlier group of the mini-batch may still have weights, so it
     waits for the reduction before it (what leaves a graph may be a view of its weights). Gradients of at most two
-    groups are alive at a time. A run needs nothing that is behind its switch, so it never waits for what it feeds.
+    groups are alive at a time, where those that groups have `passed_on` to the next one are one. A run needs nothing
+    that is behind its switch, so it never waits for what it feeds.
     """
-    return _overlapped(tuple(overwrites))
+    return _overlapped(tuple(overwrites), passed_on)
 
 
 @cache
-def _overlapped(overwrites: tuple[bool, ...]) -> MiniBatchSchedule:
+def _overlapped(overwrites: tuple[bool, ...], passed_on: Passed) -> MiniBatchSchedule:
     groups = range(len(overwrites))
     switch, run, reduce = ([GroupAction(kind, group) for group in groups] for kind in ("switch", "run", "reduce"))
     transfer, needs = switch[:1], {}
@@ -117,8 +122,9 @@ def _overlapped(overwrites: tuple[bool, ...]) -> MiniBatchSchedule:
         needs[run[group]] = tuple(transfer[max(before - 1, 0) : before])
         following = switch[group + 1 : group + 2]
         late = bool(following) and overwrites[group + 1]
-        transfer += [reduce[group], *following] if late else [*following, reduce[group]]
-    fed_by = {**dict(zip(run, switch, strict=True)), **dict(zip(reduce, run, strict=True))}
+        leaving = [] if group in passed_on else [reduce[group]]
+        transfer += [*leaving, *following] if late else [*following, *leaving]
+    fed_by = {**dict(zip(run, switch, strict=True)), **{reduce[g]: run[g] for g in groups if g not in passed_on}}
     return MiniBatchSchedule(tuple(run), tuple(transfer), needs, fed_by)
 
 

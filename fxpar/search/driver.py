@@ -46,7 +46,7 @@ from fxpar.search.space import FASTER_SCHEDULE, SAVINGS, rescheduled, with_savin
 from fxpar.search.staged import StagedGuess
 from fxpar.search.switching import Outlines
 from fxpar.search.teams import Teams, pairs, without_teams
-from fxpar.search.variants import Variants
+from fxpar.search.variants import Variants, without_idle
 
 PLANNED = 48  # sets that are planned at most
 LOOKED_AT = 8  # of these, best first, under a faster schedule, to choose those that are lowered
@@ -320,12 +320,12 @@ class _Search:
     def _refined(self, groups: Groups, rules: bool) -> PricedSet:
         """A settled set, under a faster schedule, with ranks permuted and with rules, where that takes less time."""
         settled, chosen = self.settled[groups], self._lowered(groups)
-        best = self._in_order(self.variants.best(chosen, settled))
+        best = without_idle(self._in_order(self.variants.best(chosen, settled)))
         self.uniform_s = min(self.uniform_s, best.predicted_s)
         if not (rules and self.problem.rules):
             return best
         ruled, chosen = self.rules.better(chosen, settled)
-        other = best if ruled is settled else self._in_order(self.variants.best(chosen, ruled))
+        other = best if ruled is settled else without_idle(self._in_order(self.variants.best(chosen, ruled)))
         return min(best, other, key=_seconds)
 
     @cached_property

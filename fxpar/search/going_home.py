@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fxpar.cost.cluster import ClusterSpec
@@ -11,7 +11,8 @@ from fxpar.cost.link_bytes import LinkBytes
 from fxpar.ir.dist_config import DistConfig
 from fxpar.ir.exec_graph import Program
 from fxpar.ir.mesh import Mesh
-from fxpar.schedule.mini_batch import STAGING_BYTES
+from fxpar.memory.state import sums_bytes
+from fxpar.schedule.mini_batch import STAGING_BYTES, staged_bytes
 from fxpar.store.home import ParamSpec, home_layout, param_specs
 from fxpar.switch.node_first import ReductionCost, cheapest_cost
 from fxpar.switch.terms import GradientPlacement, gradient_placements
@@ -26,6 +27,17 @@ def going_home(program: Program, cluster: ClusterSpec, moved: Moved | None = Non
         return ReductionCost(0.0, 0, 0)
     terms = tuple(terms_of(program, moved).items())
     return _cost(terms, tuple(param_specs(program)), world, cluster)
+
+
+def staging_of(weights: int, samples: Sequence[Program], steps: float, cluster: ClusterSpec) -> int:
+    """Bytes of messages, and of sums inside nodes, of a model with `weights` bytes on a rank. Neither grows beyond its
+    cap as layers do, of which the model has so many `steps` from the first sample to the last more than the first.
+    """
+    if samples[0].strategy.world == 1:
+        return 0
+    few, more = (sums_bytes(one, cluster, STAGING_BYTES) for one in (samples[0], samples[-1]))
+    sums = min(few + (more - few) * steps, max(few, more, STAGING_BYTES))
+    return staged_bytes(weights, STAGING_BYTES) + round(sums)
 
 
 def terms_of(program: Program, moved: Moved | None = None) -> dict[str, tuple[GradientPlacement, ...]]:

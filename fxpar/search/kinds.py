@@ -28,7 +28,7 @@ from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.memory.pipeline import equal_positions
 from fxpar.memory.series import Series
-from fxpar.search.going_home import sent_home_by_position
+from fxpar.search.going_home import sent_home_by_position, staging_of
 from fxpar.search.layer_list import Kind, Layers
 from fxpar.search.price import Candidate, Depth, Lower, Memory
 from fxpar.search.repeated import FEW, of_few_stages, repeated
@@ -129,7 +129,7 @@ class MixedCandidate(Candidate):
         first = samples[0].memory
         columns = zip(*(one.memory.columns for one in samples), strict=True)
         found = Memory(*(column[0] + sum(_added(column, more)) for column in columns))
-        found = replace(found, **self._shared(samples))
+        found = replace(found, **self._shared(samples, found.weight_bytes))
         saved = _added([one.saved_bytes for one in samples], more)
         gradients = _added([one.memory.gradient_bytes for one in samples], more)
         if self.strategy.stages > 1:  # other micro-batches keep what they have saved
@@ -142,8 +142,10 @@ class MixedCandidate(Candidate):
         peaks = [start + sum(saved), *(peak + sum(saved[: k + 1]) for k, peak in enumerate(in_backward))]
         return replace(found, step_bytes=max(peaks) + beside + sum(gradients))
 
-    def _shared(self, samples: Sequence[Sampled]) -> dict[str, int]:
-        """What all ranks share evenly of all layers, whatever their kinds and places."""
+    def _shared(self, samples: Sequence[Sampled], weights: int) -> dict[str, int]:
+        """What all ranks share evenly of all layers, whatever their kinds and places; and messages, for so many bytes
+        of weights on a rank.
+        """
         few, grown = samples[0].memory, samples[1].memory
         stages, beyond = self.strategy.stages, sum(map(sum, self.more))  # each of the stages has grown by a layer
 
@@ -151,7 +153,9 @@ class MixedCandidate(Candidate):
             start = getattr(few, name)
             return start + (getattr(grown, name) - start) * beyond // stages
 
-        return {name: whole(name) for name in ("home_bytes", "optimizer_bytes")}
+        programs = [one.programs[0] for one in self.kinds.programs[:2]]
+        found = {name: whole(name) for name in ("home_bytes", "optimizer_bytes")}
+        return found | {"staging_bytes": staging_of(weights, programs, beyond / stages, self.cluster)}
 
     @cached_property
     def reduce_s(self) -> float:

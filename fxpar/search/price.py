@@ -30,7 +30,7 @@ from fxpar.memory import MemoryPrediction, RankMemory, memory_over_time, steady_
 from fxpar.memory.pipeline import equal_positions
 from fxpar.passes.share_weights import ALIGN_BYTES
 from fxpar.schedule.mini_batch import Pace
-from fxpar.search.going_home import going_home, sent_home
+from fxpar.search.going_home import going_home, sent_home, staging_of
 
 Lower = Callable[[Strategy, int], TrainGraph]  # a strategy, layers of the model: its program for a store
 ADAM_BYTES = 16 + 12  # of fp32 that AdamW reads and writes for each parameter
@@ -61,9 +61,7 @@ class Depth:
 
     @property
     def most_stages(self) -> int:
-        """Of a pipeline: as many as layers, of a model that is too deep to be captured whole half as many; one where no
-        two periods are in it.
-        """
+        """As many as layers; half as many of a model too deep to be captured whole, one where it has no two periods."""
         return self.layers if self.whole or self.layers <= DEEPEST else max(1, self.layers // (2 * self.period))
 
     def beyond(self, samples: Sequence[int]) -> Fraction:
@@ -292,8 +290,11 @@ class Candidate(Priced):
         for position in zip(*self._sampled(tokens), strict=True):
             # What a recomputation chooses may shrink from one sample to the next; more layers never take less.
             samples = zip(*(sample.columns for sample in position), strict=True)
-            columns = ((one[0], max(one[0], one[-1])) for one in samples)
-            found.append(Memory(*(round(extrapolated(column, steps)) for column in columns)))
+            whole = Memory(*(round(extrapolated((one[0], max(one[0], one[-1])), steps)) for one in samples))
+            if len(self.programs) > 1:
+                staging = staging_of(whole.weight_bytes, self.programs, steps, self.cluster)
+                whole = replace(whole, staging_bytes=staging)
+            found.append(whole)
         return max(found, key=lambda one: one.peak_bytes)
 
     def _sampled(self, tokens: int) -> list[list[Memory]]:

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fxpar.batching import BatchPlan, GroupPlan, LengthGroup, RunTime, plan_batch
-from fxpar.batching.borders import Borders, by_strategy, overlap_pays
+from fxpar.batching.borders import Borders, by_strategy, overlap_pays, side_by_side
 from fxpar.batching.planner import BorderSeconds, KnownLoads, least_batch_s
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.group import simulated_s
 from fxpar.ir.teams import largest_team
 from fxpar.search.doubt import FEW, Doubt
 from fxpar.search.price import Depth, Priced
+from fxpar.search.reductions import SetReductions, accumulator_bytes, accumulators_of
 from fxpar.search.sets import DIFFERENT
 from fxpar.search.switching import ModelSwitches, Outlines, SetSwitches
 from fxpar.search.traffic import SetTraffic, lowered
-from fxpar.store.memory import reserved_gradients
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,6 @@ class PricedSet:
     def strategies(self) -> tuple[str, ...]:
         """By ascending limit, each once."""
         return tuple(dict.fromkeys(group.strategy for group in self.groups))
-
-
-@dataclass(frozen=True)
-class SetReductions:
-    """Gradients on their way home, by strategy."""
-
-    seconds: Mapping[str, float]
-
-    def predicted_s(self, name: str) -> float:
-        return self.seconds[name]
 
 
 @dataclass
@@ -196,7 +186,7 @@ class SetPricer:
         return min(sum(plan.predicted_s for plan in each) / len(each) for each in plans) + self.optimizer_s
 
     def _may_overlap(self, chosen: Sequence[tuple[int, Priced]]) -> bool:
-        return self.overlap and overlap_pays(len({one.name for _, one in chosen}), self.cluster)
+        return self.overlap and overlap_pays(len({accumulators_of(one) for _, one in chosen}), self.cluster)
 
     def _mini_batches(
         self,
@@ -220,9 +210,8 @@ class SetPricer:
     def _border_s(self, chosen: Sequence[tuple[int, Priced]], switching: SetSwitches, overlap: bool) -> BorderSeconds:
         """What borders of a set add to a mini-batch."""
         unique = {one.name: one for _, one in chosen}
-        reductions = SetReductions({name: one.reduce_s for name, one in unique.items()})
         flowing = {name: one.pace for name, one in unique.items() if one.pace is not None}
-        borders, names = Borders(switching, reductions, overlap, flowing), [one.name for _, one in chosen]
+        borders, names = Borders(switching, SetReductions.of(unique), overlap, flowing), [one.name for _, one in chosen]
 
         def border_s(running: Sequence[int], runs: Sequence[RunTime]) -> float:
             together = by_strategy([names[g] for g in running], runs)
@@ -258,7 +247,9 @@ class SetPricer:
     ) -> PricedSet | None:
         unique = {one.name: one for _, one in chosen}
         weights = self._switches.weight_bytes(unique, guess=not settle)
-        kept = self._resident(chosen, groups, weights, overlap)
+        kept, reductions = self._resident(chosen, groups, weights, overlap), SetReductions.of(unique)
+        if overlap and not kept and reductions.are_shared:
+            return None  # weights that take turns overwrite what gradients may be views of: there is no room for all
         switching = self._switches.of_set(unique, kept, guess=not settle)
         if doubt is not None and self._is_ruled_out(chosen, groups, switching, overlap, doubt):
             return None
@@ -268,9 +259,9 @@ class SetPricer:
             return None
         switch_s = reduce_s = 0.0
         for plan in plans:
-            order = switching.order({names[g] for g in plan.order})
+            order = side_by_side(switching.order({names[g] for g in plan.order}), reductions)
             switch_s += sum(switching.predicted_s(name, order[:i]) for i, name in enumerate(order)) / count
-            reduce_s += sum(unique[name].reduce_s for name in order) / count
+            reduce_s += sum(map(reductions.predicted_s, reductions.leaving(order))) / count
         total = sum(plan.predicted_s for plan in plans) / count
         return PricedSet(
             groups=self._run_s(chosen, groups, plans, settle),
@@ -281,7 +272,7 @@ class SetPricer:
             optimizer_s=self.optimizer_s,
             memory_parts=self._memory(chosen, groups, weights if kept else 0, overlap),
             optimizer_bytes=max(one.stays.optimizer_bytes for _, one in chosen),
-            traffic=SetTraffic(lowered(chosen), self.batches, plans, switching) if settle else None,
+            traffic=SetTraffic(lowered(chosen), self.batches, plans, switching, reductions) if settle else None,
         )
 
     def _run_s(
@@ -367,9 +358,8 @@ def _beyond(one: Priced, chosen: Sequence[tuple[int, Priced]], overlap: bool) ->
     """What a session reserves beyond what this strategy needs: room for the largest messages of the set, and for its
     accumulators.
     """
-    found = list({other.name: other.stays for _, other in chosen}.values())
-    staging = max(m.staging_bytes for m in found)
-    gradients = reserved_gradients([m.gradient_bytes for m in found], overlap)
+    found = list({other.name: other for _, other in chosen}.values())
+    staging, gradients = max(other.stays.staging_bytes for other in found), accumulator_bytes(found, overlap)
     return staging + gradients - one.stays.staging_bytes - one.stays.gradient_bytes
 
 

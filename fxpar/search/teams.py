@@ -22,14 +22,12 @@ from fxpar.ir.exec_graph import Outline
 from fxpar.ir.strategy import SINGLE, Strategy
 from fxpar.ir.teams import in_step, lowered_for, ranks_of_replica, team_budgets
 from fxpar.memory.state import home_bytes
-from fxpar.schedule.mini_batch import STAGING_BYTES, Pace, staged_bytes
+from fxpar.schedule.mini_batch import Pace
 from fxpar.search.bounds import Intervals, least_seconds
-from fxpar.search.going_home import going_home, sent_home
+from fxpar.search.going_home import going_home, sent_home, staging_of
 from fxpar.search.price import Depth, Lowered, Memory, Priced, extrapolated
 from fxpar.search.pricing import SetPricer
 from fxpar.search.switching import Outlines
-from fxpar.store.home import home_layout, param_specs
-from fxpar.switch.node_first import room_for_sums
 
 BEST = 3  # strategies for some lengths, that are tried as teams
 PAIRS = 12  # that a search takes up
@@ -100,8 +98,8 @@ class TeamsCandidate(Teams):
     def predicted(self, tokens: int) -> Memory:
         """With what all ranks share."""
         found, columns = super().predicted(tokens), zip(*self._home, strict=True)
-        masters, optimizer, gradients, sums = (round(self._of_all_layers(column)) for column in columns)
-        staging = staged_bytes(found.weight_bytes, STAGING_BYTES) + sums
+        masters, optimizer, gradients = (round(self._of_all_layers(column)) for column in columns)
+        staging = staging_of(found.weight_bytes, self._outlined, self._steps, self.cluster)
         return replace(found, home_bytes=masters + gradients, optimizer_bytes=optimizer, staging_bytes=staging)
 
     @cached_property
@@ -110,16 +108,17 @@ class TeamsCandidate(Teams):
         return tuple(self.outlines(self.strategy, layers) for layers in self.depth.samples(self.strategy.stages))
 
     @cached_property
-    def _home(self) -> list[tuple[int, ...]]:
-        """What `home_bytes` finds, and what sums inside of nodes take, in each sample."""
-        world, cluster = self.strategy.world, self.cluster
-        homes = [home_layout(param_specs(one), world) for one in self._outlined]
-        sums = [room_for_sums(home, cluster, STAGING_BYTES) for home in homes]
-        return [(*home_bytes(one), room) for one, room in zip(self._outlined, sums, strict=True)]
+    def _home(self) -> list[tuple[int, int, int]]:
+        """What `home_bytes` finds in each sample."""
+        return [home_bytes(one) for one in self._outlined]
+
+    @property
+    def _steps(self) -> float:
+        return float(self.depth.beyond(self.depth.samples(self.strategy.stages)))
 
     def _of_all_layers(self, values: Sequence[float]) -> float:
         """From those of the samples."""
-        return extrapolated(values, float(self.depth.beyond(self.depth.samples(self.strategy.stages))))
+        return extrapolated(values, self._steps)
 
 
 def of_teams(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
 from fxpar.batching import BatchPlan, GroupPlan
+from fxpar.batching.borders import side_by_side
 from fxpar.cost.link_bytes import LinkBytes
 from fxpar.search.price import Lowered, Priced
+from fxpar.search.reductions import SetReductions
 from fxpar.search.switching import SetSwitches
 
 
@@ -23,6 +25,7 @@ class SetTraffic:
     batches: Sequence[Sequence[int]]
     plans: Sequence[BatchPlan]
     switching: SetSwitches
+    gradients: SetReductions
 
     @cached_property
     def groups(self) -> tuple[LinkBytes, ...]:
@@ -43,12 +46,21 @@ class SetTraffic:
     def reductions(self) -> LinkBytes:
         """Gradients on their way home."""
         reduced = {one.name: one.reduced for one in self.chosen}
-        return self._mean(reduced[name] for order in self._orders() for name in order)
+        return self._mean(reduced[name] for order in self._orders() for name in self.gradients.leaving(order))
 
     @property
     def micro_batches(self) -> LinkBytes:
         """Of all groups."""
         return sum(self.groups, LinkBytes())
+
+    def only(self, kept: Sequence[int]) -> SetTraffic:
+        """Of these groups, in this order; no mini-batch has others."""
+        number = {old: new for new, old in enumerate(kept)}
+        plans = [
+            replace(plan, groups=tuple(replace(one, group=number[one.group]) for one in plan.groups), merged=())
+            for plan in self.plans
+        ]
+        return replace(self, chosen=[self.chosen[group] for group in kept], plans=plans)
 
     def to_json(self) -> dict[str, Any]:
         """Whole bytes."""
@@ -72,7 +84,8 @@ class SetTraffic:
     def _orders(self) -> Iterator[tuple[str, ...]]:
         """The strategies of each mini-batch as they run."""
         for plan in self.plans:
-            yield self.switching.order({self.chosen[number].name for number in plan.order})
+            order = self.switching.order({self.chosen[number].name for number in plan.order})
+            yield side_by_side(order, self.gradients)
 
     def _mean(self, parts: Iterator[LinkBytes]) -> LinkBytes:
         return sum(parts, LinkBytes()) * (1 / len(self.plans))

@@ -1,4 +1,5 @@
-"""Variants of strategies of a settled set: other schedules, a whole loss, tokens in chunks, activations on the host.
+"""Variants of strategies of a settled set: other schedules, a whole loss, tokens in chunks, activations on the host;
+and what no mini-batch has of it with these.
 
 A variant of a pipeline is lowered only if, guessed at and with all memory in the world, it could make the set faster.
 """
@@ -90,6 +91,21 @@ class Variants:
         best = min(seconds, key=lambda share: seconds[share])
         found = replace(other.strategy, offload=best)
         return self.known.candidate(found, self.said) if best in SHARES else None
+
+
+def without_idle(settled: PricedSet) -> PricedSet:
+    """Without groups that no mini-batch has, as all their sequences run better in a longer one: mini-batches are what
+    they were. The last group stays, as it holds what is longer than all others do. Memory is that of before, which
+    those that are left do not exceed.
+    """
+    last = len(settled.groups) - 1
+    kept = [number for number, group in enumerate(settled.groups) if group.tokens or number == last]
+    if len(kept) > last:
+        return settled
+    groups = tuple(settled.groups[number] for number in kept)
+    parts = {group.strategy: settled.memory_parts[group.strategy] for group in groups}
+    traffic, usual = settled.traffic and settled.traffic.only(kept), settled.usual and without_idle(settled.usual)
+    return replace(settled, groups=groups, memory_parts=parts, traffic=traffic, usual=usual)
 
 
 def _between(none: Priced, other: Priced, share: float) -> Between:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +14,7 @@ from fxpar.ir.exec_graph import Program
 from fxpar.ir.mesh import Mesh
 from fxpar.passes.share_weights import ShareWeights, StoragePass, laid_out
 from fxpar.switch.layout import ParamLayout
+from fxpar.switch.terms import accumulators_of
 
 
 @dataclass(frozen=True)
@@ -74,21 +75,23 @@ def memory_report(
     overlap: bool = False,
     sharing: StoragePass | None = None,
     joined: bool = False,
+    chained: bool = False,
 ) -> MemoryReport:
     """The report for the fullest of `ranks`; shapes only, nothing is allocated. `overlap`: gradients of one group leave
     while the next group runs. `sharing`: fxpar's own if None. `joined`: gradients of programs on parts of the ranks
-    leave together.
+    leave together. `chained`: sums travel from graph to graph.
     """
     trained = {out.fqn for program in programs.values() for out in program.outputs if out.kind == "grad"}
     plans = [laid_out(sharing or ShareWeights(), programs, rank, resident) for rank in ranks]
     worst = max(plans, key=lambda plan: plan.nbytes)
+    passed_on = not chained and all(name in worst.resident for name in programs)  # as `schedule_of` has it
     return MemoryReport(
         home_bytes=home.max_bytes(),
         home_gradient_bytes=home.only(trained).max_bytes(),
         resident_bytes=worst.pool_bytes("resident"),
         arena_bytes=worst.pool_bytes("arena"),
         gradient_bytes=max(
-            reserved_gradients(map(_gradient_bytes, programs.values()), overlap),
+            reserved_gradients(_accumulator_bytes(programs, passed_on), overlap),
             max(map(partial(_joined_bytes, programs, home.world), ranks)) if joined else 0,
         ),
         staging_bytes=staging_bytes,
@@ -98,10 +101,19 @@ def memory_report(
 
 
 def reserved_gradients(nbytes: Iterable[int], overlap: bool) -> int:
-    """Bytes for the accumulators of strategies that take so many each: the largest, and where one group's gradients
-    leave while the next group runs the two largest.
+    """Bytes for accumulators of strategies that take so many each: the largest, and where one group's gradients leave
+    while the next group runs the two largest.
     """
     return sum(sorted(nbytes)[-2 if overlap else -1 :])
+
+
+def _accumulator_bytes(programs: Mapping[str, Program], passed_on: bool) -> list[int]:
+    """Of each program; those that go on from run to run, if they are `passed_on`, once."""
+    found: dict[Hashable, int] = {}
+    for name, program in programs.items():
+        same = accumulators_of(program) if passed_on else None
+        found[name if same is None else same] = _gradient_bytes(program)
+    return list(found.values())
 
 
 def _joined_bytes(programs: Mapping[str, Program], world: int, rank: int) -> int:

@@ -7,16 +7,19 @@ of every stage that has it). Ranks that differ only on axes which neither shard 
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from fxpar.cost.flowing import flowing_pace
 from fxpar.errors import ReductionError
 from fxpar.ir.dist_config import DistConfig
-from fxpar.ir.exec_graph import Program
+from fxpar.ir.exec_graph import ExecGraph, Program
+from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.switch.boxes import Grid, Holders, places
 from fxpar.switch.layout import PlacedParam
 from fxpar.switch.problem import TensorClass
@@ -47,6 +50,16 @@ def gradient_placements(program: Program) -> dict[str, tuple[GradientPlacement, 
                 shape = tuple(int(s) for s in stored.meta.shape)
                 found[out.fqn][GradientPlacement(shape, stored.dist, stored.meta.dtype)] = None
     return {out.fqn: tuple(found[out.fqn]) for out in program.outputs if out.kind == "grad"}
+
+
+def accumulators_of(program: Program) -> Hashable | None:
+    """What tells the accumulators of two programs apart: where it is the same, a run of one goes on adding to the
+    gradients that a run of the other has left, and both leave at once. None for a program that changes gradients behind
+    its micro-batches, and for several teams.
+    """
+    if not isinstance(program, ExecGraph | PipelineGraph) or flowing_pace(program) is None:
+        return None
+    return tuple(sorted(gradient_placements(program).items(), key=operator.itemgetter(0)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,14 +41,19 @@ class DynamicDims:
         return replace(self, names={**self.names, key: self.names[other]})
 
 
-def resolve_dynamic(dynamic: Dynamic, batch: Mapping[str, Tensor]) -> DynamicDims:
-    """Turn the `dynamic` argument of `capture` into names per batch tensor; raises DynamicDimError."""
+def resolve_dynamic(
+    dynamic: Dynamic, batch: Mapping[str, Tensor], captured: Mapping[str, tuple[Size, ...]] | None = None
+) -> DynamicDims:
+    """Turn the `dynamic` argument of `capture` into names per batch tensor; "auto" reads them off sizes, and where
+    several are alike off the shape of a tensor of that name that was `captured` before. Raises DynamicDimError.
+    """
     if dynamic is None:
         names: Mapping[str, Mapping[int, str]] = {}
     elif isinstance(dynamic, str):
         if dynamic != "auto":
             raise DynamicDimError(f"dynamic={dynamic!r} is not known; pass 'auto', None or {{key: {{dim: name}}}}")
-        names = _automatic(batch)
+        found, known = _automatic(batch), captured or {}
+        names = {key: _told_apart(named, batch[key], known.get(key, ())) for key, named in found.items()}
     else:
         names = _checked(dynamic, batch)
     sizes: dict[str, tuple[int, str]] = {}
@@ -113,6 +118,12 @@ def _automatic(batch: Mapping[str, Tensor]) -> dict[str, dict[int, str]]:
         names = {key: _token_dims(key, tensor, tokens) for key, tensor in rest.items()}
     names.update({key: {0: DOCUMENT_BOUNDS} for key in bounds})
     return {key: named for key, named in names.items() if named}
+
+
+def _told_apart(named: Mapping[int, str], tensor: Tensor, captured: tuple[Size, ...]) -> dict[int, str]:
+    """Without dims that are as long as the tokens by chance: they have that size in the shape that was captured."""
+    same = [d for d in named if len(captured) == tensor.dim() and captured[d] == tensor.shape[d]]
+    return {d: name for d, name in named.items() if d not in same} if len(same) < len(named) else dict(named)
 
 
 def _token_dims(key: str, tensor: Tensor, tokens: Tensor) -> dict[int, str]:

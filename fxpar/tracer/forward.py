@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fxpar.errors import UnsupportedOpError, a_type
 from fxpar.ir.collector import collector_paused
-from fxpar.ir.graph import CallStructure, ForwardGraph, Input, Output, SizeRef, TensorMeta, ValueRef, dim_symbol
+from fxpar.ir.graph import CallStructure, ForwardGraph, Input, Output, Size, SizeRef, TensorMeta, ValueRef, dim_symbol
 from fxpar.torch_api import tracing
 from fxpar.torch_api.tree import flatten, flatten_call, unflatten
 from fxpar.tracer.context import CaptureContext
@@ -75,14 +75,20 @@ def _positional(model: nn.Module, count: int) -> list[str]:
     return [*names, *(f"argument.{i}" for i in range(len(names), count))][:count]
 
 
-def call_key(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Hashable:
-    """What a captured forward depends on besides the model and `gradients`: equal keys, one graph.
+def call_key(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    captured: Mapping[str, tuple[Size, ...]] | None = None,
+) -> Hashable:
+    """What a captured forward depends on besides the model and `gradients`: equal keys, one graph. `captured` as in
+    `capture_forward`.
 
     Structure, dtypes, static sizes and names of dynamic dims, who requires a gradient (arguments and parameters), what
     is no tensor, modes of the modules, autocast.
     """
     call = take_call(model, args, kwargs or {})
-    dims = resolve_dynamic("auto", call.tensors)
+    dims = resolve_dynamic("auto", call.tensors, captured)
     tensors = tuple(
         (key, t.dtype, t.requires_grad, tuple(map(str, dims.expressions(key, t)))) for key, t in call.tensors.items()
     )
@@ -99,6 +105,7 @@ def capture_forward(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dynamic: Dynamic = "auto",
+    captured: Mapping[str, tuple[Size, ...]] | None = None,
     training: bool | None = None,
     gradients: bool = True,
     name: str | None = None,
@@ -109,15 +116,17 @@ def capture_forward(
     that depends on a trainable parameter (or on an argument that requires a gradient) gets an input of its shape, its
     tangent, and the gradients are those of sum(value * tangent). A parameter on which nothing depends has none.
 
-    `dynamic` is as in `capture`, by the names of the forward's parameters. `training` sets the mode of every module for
-    the trace; by default each is in the mode that it is in. Arguments that are no tensors are part of the graph.
+    `dynamic` is as in `capture`, by the names of the forward's parameters; shapes that were `captured` of a batch, by
+    its keys, tell what "auto" cannot: which of several dims of a tensor of that name are tokens. `training` sets the
+    mode of every module for the trace; by default each is in the mode that it is in. Arguments that are no tensors are
+    part of the graph.
 
     Raises a subclass of CaptureError, as `capture` does, and UnsupportedOpError for a forward that returns objects.
     """
     started = time.process_time()
     call = take_call(model, args, kwargs or {})
     batch = named_batch(call.tensors)
-    dims = resolve_dynamic(dynamic, batch)
+    dims = resolve_dynamic(dynamic, batch, captured)
     with torch.inference_mode(False), collector_paused():
         world = make_world()
         signature = make_signature(

@@ -122,7 +122,7 @@ def _shown(fxpar: Session, insides: Mapping[str, Inside], ranks: Sequence[StepSp
     if waves:
         predicted = predict_step(planned, len(ranks), optimizer_ms, waves=waves)
     else:
-        order = schedule_of(visited, engine.switching.resident, engine.options.overlap)
+        order = schedule_of(visited, engine.switching.resident, engine.options.overlap, engine.gradients)
         flowing = {name: pace for one in fxpar.tasks.values() for name, pace in one.engine.flowing().items()}
         predicted = predict_step(planned, len(ranks), optimizer_ms, order, flowing)
     measured = measured_step(predicted.groups, [one.spans for one in ranks], programs)

@@ -14,13 +14,20 @@ from fxpar.schedule.mini_batch import GroupAction, Pace
 
 @dataclass
 class Predicted:
-    """Seconds by strategy, and the names that stay in memory."""
+    """Seconds by strategy, the names that stay in memory, and those that add to each other's gradients."""
 
     seconds: dict[str, float]
     resident: tuple[str, ...] = ("a", "b", "c", "d", "e")
+    alike: str = ""
 
     def predicted_s(self, name: str, visited: Any = ()) -> float:
         return self.seconds[name]
+
+    def pass_on(self, name: str, following: str) -> bool:
+        return name in self.alike and following in self.alike
+
+
+APART: Any = Predicted({})
 
 
 def test_the_cheapest_first_switch_and_last_reduction_are_exposed():
@@ -91,16 +98,45 @@ def test_many_strategies_keep_their_order():
 )
 def test_only_what_stays_in_memory_is_filled_early(resident, early):
     """`early[i]`: the weights of group i + 1 come before the gradients of group i leave."""
-    transfer = schedule_of(("a", "b", "c"), resident, overlap=True).transfer
+    transfer = schedule_of(("a", "b", "c"), resident, True, APART).transfer
     found = [transfer.index(GroupAction("switch", g + 1)) < transfer.index(GroupAction("reduce", g)) for g in (0, 1)]
     assert found == early
 
 
 def test_one_group_overlaps_with_its_own_weights_and_gradients():
-    plan = schedule_of(("a",), ("a",), overlap=True)
+    plan = schedule_of(("a",), ("a",), True, APART)
     switch, run, reduce = (GroupAction(kind, 0) for kind in ("switch", "run", "reduce"))
     assert plan.fed_by == {run: switch, reduce: run}
-    assert schedule_of(("a",), ("a",), overlap=False).fed_by == {}
+    assert schedule_of(("a",), ("a",), False, APART).fed_by == {}
+
+
+def test_gradients_that_lie_alike_leave_once():
+    switching: Any = Predicted({"a": 1.0, "b": 1.0, "c": 1.0})
+    gradients: Any = Predicted({"a": 2.0, "b": 2.0, "c": 2.0}, alike="ac")
+    short = dict.fromkeys("abc", RunTime(0.5, 1))
+    assert Borders(switching, gradients, overlap=False).fastest(("a", "b", "c"), short) == ("a", "c", "b")
+    assert Borders(switching, gradients, overlap=False).exposed_s(("a", "c", "b"), short) == 3 * 1.0 + 2 * 2.0
+    assert Borders(switching, gradients, overlap=True).fastest(("a", "b", "c"), short) in (
+        ("a", "c", "b"),
+        ("b", "a", "c"),
+        ("b", "c", "a"),
+        ("c", "a", "b"),
+    )
+
+
+def test_who_passes_gradients_on():
+    def reduced(names: str, resident: str, overlap: bool, alike: str) -> list[int]:
+        plan = schedule_of(tuple(names), tuple(resident), overlap, Predicted({}, alike=alike))
+        return [action.group for action in plan.actions if action.kind == "reduce"]
+
+    for overlap in (False, True):
+        assert reduced("abc", "abc", overlap, "ab") == [1, 2]
+        assert reduced("abc", "abc", overlap, "abc") == [2]
+        assert reduced("abc", "abc", overlap, "ac") == [0, 1, 2]  # not side by side
+        assert reduced("aab", "ab", overlap, "a") == [1, 2]  # two groups of one strategy
+    # The weights of the next group are written over what the gradients may be views of, while they leave beside it.
+    assert reduced("abc", "ac", True, "ab") == [0, 1, 2]
+    assert reduced("abc", "ac", False, "ab") == [1, 2]
 
 
 def test_groups_of_one_strategy_count_together():

@@ -52,6 +52,22 @@ def test_file(tmp_path):
     assert file.read_text().startswith("fxpar logical graph of mlp\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "at"),
+    [
+        (("dump", "mlp", "-s", "dp2.tp2.dp2"), ()),
+        (("explain", "mlp", "-s", "dp2.tp2.dp2"), ()),
+        (("diff", "mlp", "-s", "dp2.tp2.dp2", "-s", "dp4.tp2"), ("old",)),
+    ],
+)
+def test_the_mesh_has_each_place_of_an_axis(words, at):
+    """Else who reads it takes the ranks for others."""
+    found = json.loads(fxpar(*words, "--json", "-")[1])
+    for key in at:
+        found = found[key]
+    assert found["mesh"] == [["dp", 2], ["tp", 2], ["dp", 2]]
+
+
 def test_json(tmp_path):
     file = tmp_path / "graph.json"
     status, out, _ = fxpar("dump", "llama", "-s", "dp2.tp2+sp", "--json", file)

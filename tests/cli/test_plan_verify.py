@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from fxpar.cli.plan import ROUNDS, remarks
-from fxpar.cli.plan_verify import check_verify, verdict, verified_json
+from fxpar.cli.plan_verify import check_verify, kind_here, other_devices, verdict, verified_json
 from fxpar.cli.plan_verify_rank import known_ids
 from fxpar.errors import MeasuredElsewhereError, PlanOptionError
 from fxpar.models.loaded import LoadedModel
+from fxpar.profiling.record import device_name
 from fxpar.search.plan_file import read_plan
 from fxpar.search.verify import StepSeconds, VerifiedPlan, refit
 from tests.cli.helpers import fxpar
@@ -51,10 +52,21 @@ def test_what_cannot_run_here_is_said_before_the_search(tmp_path):
     with pytest.raises(PlanOptionError, match="a graph file has no weights to run; name its model"):
         check_verify(2, 1, True, None)
     check_verify(2, 1, False, None)
+    check_verify(2, 1, False, "h100")
     measured = tmp_path / "cluster.json"
     measured.write_text('{"measured": {"device": "a device", "torch": "2.0"}}')
     with pytest.raises(MeasuredElsewhereError, match="measured on a device"):
         check_verify(2, 1, False, str(measured))
+
+
+def test_devices_that_differ_are_said(tmp_path):
+    """Plans for an H100 run on whatever is here; figures that were measured here need no word, nor do usual ones."""
+    (line,) = other_devices("h100", 2)
+    here = device_name(torch.device(kind_here(2)))
+    assert line.startswith(f"plans were predicted for h100 nodes, from data sheets, and run on 2 ranks of {here}, ")
+    measured = tmp_path / "cluster.json"
+    measured.write_text(json.dumps({"measured": {"device": here, "torch": torch.__version__}}))
+    assert other_devices(None, 2) == other_devices(str(measured), 2) == []
 
 
 def test_a_plan_that_is_not_predicted_best_says_so():

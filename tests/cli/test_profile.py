@@ -9,11 +9,13 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from fxpar.cli import profile
+from fxpar.cli.run_commands import ProfileRequest
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import ProfileError
+from fxpar.errors import LauncherSignalError, ProfileError
 from fxpar.profiling import points
 from tests.cli.helpers import fxpar
 
@@ -103,6 +105,8 @@ def test_what_was_interrupted_goes_on(monkeypatch, tmp_path):
     assert "going on where it was interrupted: cluster.json.part has 7 measurements\n" in out
     assert [path.name for path in tmp_path.iterdir()] == ["cluster.json"]
     assert runs[9] == runs[7] not in runs[:7]
+    settings = profile._settings(ProfileRequest(), torch.device("cpu"), 4, 1)
+    assert settings != profile._settings(ProfileRequest(), torch.device("cpu"), 4, 2)  # other links are "inside a node"
     part.write_text('{"seconds": 1}\n["x", 1.0]\n')
     first, runs[:] = runs[0], [""] * 9
     status, out, _ = fxpar("profile", *TINY, "--force")
@@ -158,6 +162,16 @@ def test_what_ranks_measure_is_seen(tmp_path):
     with profile.followed(tmp_path, lambda text: (said.append(text), heard.set()), every_s=0.001):
         assert heard.wait(10)
     assert set(said) == {"2 of 9 (round 1 of 3) add"}
+
+
+def test_what_is_said_if_the_launcher_is_told_to_end(monkeypatch):
+    def ended(*_, **__):
+        raise LauncherSignalError("SIGTERM")
+
+    monkeypatch.setattr(profile, "run_ranks", ended)
+    said = "ended by SIGTERM; all ranks were ended too"
+    assert said + ". The same command goes on from cluster.json.part" in fxpar("profile", "--ranks", "2")[2]
+    assert fxpar("profile", "--ranks", "2", "-o", "-")[2].endswith(f"{said}\n")
 
 
 @pytest.mark.nightly  # the page on clusters runs it too

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fxpar.cost.cluster import USUAL, VERSION, ClusterSpec, shipped, usual_cluster
+from fxpar.cost.cluster import USUAL, VERSION, ClusterSpec, measured_on, shipped, usual_cluster
 from fxpar.cost.device import CPU, GPU, Device
 from fxpar.errors import ClusterError
 from fxpar.runtime.options import cluster_here
@@ -52,6 +52,10 @@ def test_what_was_measured_before_halves_were_is_of_both():
     forward = {name: figure for name, figure in MEASURED["device"].items() if not name.startswith("backward_")}
     old = ClusterSpec.from_dict({**MEASURED, "device": forward, "measured": {"version": 3}})
     assert old.sustained.in_backward is old.sustained
+    four = {**MEASURED, "device": DEVICE | {"exposed_traffic": 0.5}, "measured": {"version": 4}}
+    assert ClusterSpec.from_dict(four).sustained.exposed_traffic_of(torch.bfloat16) == 0.5  # of all dtypes
+    with pytest.raises(ClusterError, match=r"lacks device\.tflops\. Measure"):
+        ClusterSpec.from_dict({**four, "device": {k: v for k, v in DEVICE.items() if k != "tflops"}})
     assert ClusterSpec.from_dict(MEASURED).sustained.in_backward.tflops == {"float32": 1.0, "bfloat16": 2.0}
 
 
@@ -79,6 +83,9 @@ def test_a_measured_file_of_a_newer_fxpar():
         ClusterError, match=rf"measured\.version = {VERSION + 1} is newer than {VERSION}\. Measure again"
     ):
         ClusterSpec.from_dict({**MEASURED, "measured": {"version": VERSION + 1}})
+    for version in ("4", 4.0, True, 0, -1):
+        with pytest.raises(ClusterError, match=r"measured\.version = .* is none: they count from 1\. Measure again"):
+            ClusterSpec.from_dict({**MEASURED, "measured": {"version": version}})
 
 
 @pytest.mark.parametrize("name", shipped())
@@ -191,3 +198,12 @@ def test_usual_ranks_of_cpus_take_turns_on_the_cores_that_are_there(monkeypatch)
     assert usual_cluster(4, 4, "cpu").sustained.shared_by == 2
     assert usual_cluster(2, 2, "cpu").sustained == CPU
     assert usual_cluster(4, 4, "cuda").sustained.shared_by == 1
+
+
+@pytest.mark.parametrize(("key", "value"), [("torch", 2.13), ("device", 7)])
+def test_where_it_was_measured_is_a_text(key, value, tmp_path):
+    """Else nobody would be told that it was elsewhere."""
+    about = {"version": VERSION, "device": "cpu", "torch": "2.13.0", key: value}
+    (tmp_path / "c.json").write_text(json.dumps({**MEASURED, "measured": about}))
+    with pytest.raises(ClusterError, match=rf"c\.json': measured\.{key} = {value} must be a text"):
+        measured_on(tmp_path / "c.json")

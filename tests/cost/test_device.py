@@ -62,6 +62,11 @@ def test_blocks_of_attention_may_differ_by_dtype():
         replace(TABLE, attention_block={"float32": -1})
     with pytest.raises(ClusterError, match=r"device.tflops.float32 = 0 must be > 0"):
         replace(TABLE, tflops={"float32": 0})
+    shares = replace(TABLE, exposed_traffic={"bfloat16": 1.5, "float32": 0}, backward_exposed_traffic=0.25)
+    assert [shares.exposed_traffic_of(dtype) for dtype in (torch.bfloat16, torch.float32)] == [1.5, 0]
+    assert shares.in_backward.exposed_traffic_of(torch.bfloat16) == 0.25
+    assert Device.from_dict(shares.to_json()) == shares
+    assert isinstance(hash(shares), int)
 
 
 def test_the_backward_is_as_the_forward_unless_it_has_its_own_figures():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 
-from fxpar.errors import DegreeError, StrategySyntaxError
+from fxpar.errors import DegreeError, StrategySyntaxError, TeamsGatherError
 from fxpar.ir.strategy import Strategy
-from fxpar.ir.teams import formations, replicas_of_ranks
+from fxpar.ir.teams import formations, replicas_of_ranks, teams_apart
 
 
 def sizes(strategy: Strategy) -> tuple[int, ...]:
@@ -86,6 +87,44 @@ def test_replicas_of_divisors_on_all_ranks():
         replicas_of_ranks(Strategy.parse("cp12"), (5,))
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            "dp2+zero3 | cp2+zero3+remat",
+            "'cp2+zero3+remat' has other remat than 'dp2+zero3'. Give all teams the same remat;",
+        ),
+        ("cp2+zero3+remat | dp2+zero3+remat(selective)", "has other remat than"),
+        (
+            "tp2+zero3 | dp2+zero3",
+            "'dp2+zero3' has other tp and sp than 'tp2+zero3'. Give all teams the same tp and sp;",
+        ),
+        ("tp2+sp+zero3 | tp2+zero3", "has other tp and sp"),
+        ("cp2+zero3 | dp1+zero3", "has replicas of 2 ranks, which do not divide the 3 of all. Take replicas"),
+        ("dp1+zero3 | cp2+zero3 | dp1+zero3", "begins at rank 1, no multiple of the 2 ranks of its replicas. Write"),
+        ("cp2.dp2+zero3 | dp4+zero3", "does not begin with dp2. Write dp2 first; or write zero2 in place"),
+    ],
+)
+def test_teams_that_surely_gather_otherwise(text, why):
+    with pytest.raises(TeamsGatherError, match=re.escape(why)):
+        teams_apart(Strategy.parse(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cp2+zero3 | dp2+zero3+remat(1MB)",
+        "cp2+zero3+remat(selective) | dp2+zero3+remat(selective|redo_comm)",
+        "cp2+zero3+remat(*.ffn) | dp2+zero3+remat(*.f*)",
+        "cp2+zero3[layers.0: +remat] | dp2+zero3+remat",
+        "cp2+zero3 | dp2+zero2+remat",
+    ],
+)
+def test_what_teams_gather_may_depend_on_the_model(text):
+    """Or each shards over its own ranks."""
+    assert len(teams_apart(Strategy.parse(text))) == 2
+
+
 def test_other_strategies_are_what_they_are():
     strategy = Strategy.parse("cp2 | dp2")
     assert formations(strategy) == formations("cp2 | dp2") == (strategy,)
@@ -116,6 +155,9 @@ def test_other_strategies_are_what_they_are():
         ("rounds(cp4, )", r"'rounds\(cp4, \)': a strategy stands between the commas"),
         ("rounds(cq4)", "cq4"),
         ("rounds(cp4", r"'\)' is missing at its end"),
+        ("rounds[cp4]", r"strategy 'rounds\[cp4\]': rounds have parentheses, .* as in rounds\(cp8\)"),
+        ("rounds cp4", "rounds have parentheses"),
+        ("rounds(cp4; cp2)", r"strategy 'rounds\(cp4; cp2\)': strategies are separated by ',', as in rounds\(cp8, cp2"),
         ("rounds(cp4)+remat", "stands alone, with flags inside"),
         ("cp2 | rounds(cp2)", "stands alone"),
         ("rounds(cp4) > rounds(cp2)", "stands alone"),

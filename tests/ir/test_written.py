@@ -39,6 +39,12 @@ def test_brackets_without_end(kind, text, depth):
         read(text.format("[" * depth + "]" * depth), kind)
 
 
+def test_a_key_that_stands_twice():
+    assert read('{"a": {"b": 1}, "b": {"a": 1}}', "JSON")
+    with pytest.raises(OutOfBoundsError, match=r"^its key 'b' stands twice in one table; keep one$"):
+        read('{"a": [{"b": 1, "c": 2, "b": 1}]}', "JSON")
+
+
 @pytest.mark.parametrize("kind", ["TOML", "JSON"])
 def test_what_is_not_well_formed_is_another_error(kind):
     with pytest.raises(ValueError, match=f"^it is not {kind}: ") as error:

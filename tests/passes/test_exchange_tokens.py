@@ -18,7 +18,14 @@ from fxpar import expert_mm, losses, weighted_sum
 from fxpar.annotate.experts import check_experts
 from fxpar.checking import check
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import ExpertIdsError, ExpertsDivideError, ExpertWeightsError, NoExpertsError, VerifyError
+from fxpar.errors import (
+    ExpertIdsError,
+    ExpertsDivideError,
+    ExpertsOrderError,
+    ExpertWeightsError,
+    NoExpertsError,
+    VerifyError,
+)
 from fxpar.graph_files import load_graph, save_graph
 from fxpar.ir.counts import RunCount
 from fxpar.ir.exec_graph import ExecGraph
@@ -235,6 +242,12 @@ def test_graph_files(tmp_path: Path) -> None:
         (moe, "rows2[embedding: ep2]", NoExpertsError, "rule 'embedding: ep2'.*its modules have none"),
         (llama, "dp2.ep2", NoExpertsError, "model 'Llama' has none.*Write rows"),
         (moe, "ep2[*.experts: tp2]", NoExpertsError, "all experts of model 'Model' are in .* other roles. Write rows"),
+        (
+            moe,
+            "cp2.tp2.cp2[*.experts: cp2.ep4]",
+            ExpertsOrderError,
+            r"lie over cp:\(2\)2\.tp, .* place, as in cp4\.tp2",
+        ),
         (sliced, "ep2", ExpertWeightsError, r"of 'layers.0.experts' are made by %slice_\w+ = aten.slice.Tensor"),
     ],
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from functools import partial
 
 import pytest
 import torch
 
+from fxpar.profiling.kept import Kept
 from fxpar.profiling.points import MOST_RUNS, ROUNDS, Trial, measured
 from fxpar.runtime.forked import run_forked
 
@@ -104,3 +106,13 @@ def test_the_slowest_rank_counts():
 )
 def test_a_trial_says_what_its_size_is_of(kind, of, size, words):
     assert Trial(kind, of, size, 1.0, lambda: lambda: None).words() == words
+
+
+@pytest.mark.parametrize("torn", ['["c", 3', '["c", 3.0]', '["c", NaN]\n', '["c", 0]\n', '["c"]\n', "\0\0\0"])
+def test_nothing_is_lost_when_interrupted_twice(torn, tmp_path):
+    """The last line may be torn anywhere: what is measured next is read again."""
+    path, settings = tmp_path / "x.part", {"ranks": 2}
+    path.write_text(json.dumps(settings) + '\n["a", 1.0]\n["b", 2.0]\n' + torn)
+    Kept.of(path, settings).add("d", 4.0)
+    assert Kept.of(path, settings).seconds == {"a": 1.0, "b": 2.0, "d": 4.0}
+    assert path.read_text().count("\n") == 4

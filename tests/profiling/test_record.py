@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from fractions import Fraction
 
@@ -125,19 +126,23 @@ def test_kernels_and_transfers_beside_each_other(seconds, slowdown):
 
 
 def test_thin_products_say_how_much_of_their_traffic_takes_time():
-    """Half of what copies would take, beside the operations; backward a quarter, of two products with as much each."""
-    rows = [(dtype, width) for dtype in ("float32", "bfloat16") for width in (64, 256)]
-    points = list(DEVICE_POINTS)
-    for dtype, width in rows:
-        rate = 2 * 256**3 / 5e-4  # the best of each dtype
-        nbytes = (2 * THIN_ROWS * width + width**2) * (2 if dtype == "bfloat16" else 4)
-        amount = 2.0 * THIN_ROWS * width**2
-        points.append(Point("thin product", dtype, width, amount, amount / rate + 0.5 * nbytes / 20e9))
-        backward_s = 2 * amount / (rate / 2) + 0.25 * 2 * nbytes / 20e9
-        points.append(Point("backward thin product", dtype, width, 2 * amount, backward_s))
+    """By dtype, of what their rows take to be read and written, in a cache where it holds them; beside the operations,
+    the weights and a launch. Backward a quarter, of two products with as much each.
+    """
+    shares = {"float32": 0.5, "bfloat16": 1.5}
+    points = [one for one in DEVICE_POINTS if one.size != 1 << 20]
+    points += [Point("copy", "memory", 1 << 20, 1e6, 25e-6), Point("add", "memory", 1 << 20, 1e6, 25e-6)]  # a cache
+    for (dtype, share), width in itertools.product(shares.items(), (64, 256)):
+        itemsize, amount = 4 if dtype == "float32" else 2, 2.0 * THIN_ROWS * width**2
+        rows_s, weight_s = 2 * THIN_ROWS * width * itemsize / 40e9, width**2 * itemsize / 40e9
+        rate, fixed_s = 2 * 256**3 / 5e-4, weight_s + 2.5e-6  # the best of each dtype, and what is paid in full
+        points.append(Point("thin product", dtype, width, amount, amount / rate + fixed_s + share * rows_s))
+        both_s = 2 * (amount / (rate / 2) + fixed_s + share / 2 * rows_s)
+        points.append(Point("backward thin product", dtype, width, 2 * amount, both_s))
     device = described(points, CPU, nodes=1, world=1).sustained
-    assert device.exposed_traffic == pytest.approx(0.5, rel=1e-3)
-    assert device.backward_exposed_traffic == pytest.approx(0.25, rel=1e-3)
+    assert device.cache_gb_per_s == 40
+    assert device.exposed_traffic == pytest.approx(shares, rel=1e-3)
+    assert device.backward_exposed_traffic == pytest.approx({"float32": 0.25, "bfloat16": 0.75}, rel=1e-3)
     device = described(DEVICE_POINTS, CPU, nodes=1, world=1).sustained
     assert (device.exposed_traffic, device.backward_exposed_traffic) == (0, 0)  # nobody measured it
 

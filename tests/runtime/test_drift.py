@@ -81,8 +81,21 @@ def kept_in_a_checkpoint(rank):
         warnings.simplefilter("always")
         again.load_engine_state({**state, "replanned": {**state["replanned"], "strategies": ["dp2", "cp2"]}})
     assert "not taken: it had other strategies" in str(caught[-1].message)
-    with pytest.raises(ParallelizeError, match="was not given what engine_state"):
-        again.load_engine_state({**state, "replanned": {"limits": 3}})
+    kept = state["replanned"]
+    wrong = [{"limits": 3}, *({**kept, "limits": limits} for limits in ((0, 512), (600, 512), (32, 64, 512)))]
+    wrong += [{**kept, "factors": factors} for factors in ((1.0,), (1.0, 0.0), (1.0, float("nan")))]
+    wrong += [{**kept, "borders": float("inf")}]
+    for one in ({**state, "steps": "x"}, *({**state, "replanned": one} for one in wrong)):
+        with pytest.raises(ParallelizeError, match="was not given what engine_state"):
+            again.load_engine_state(one)
+    tight = parallel(token_budget={64: 64, 512: 512})  # a sequence of 100 tokens is more than a micro-batch of 64
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tight.load_engine_state({**state, "replanned": {**kept, "limits": (100, 512)}})
+    assert "limits 100, 512 and costs of the re-planned earlier run are not taken: micro" in str(caught[-1].message)
+    assert [group.limit for group in tight.fxpar_session.engine.groups] == [64, 512]
+    again.load_engine_state({**state, "replanned": {**kept, "limits": (100, 512)}})
+    assert [group.limit for group in again.fxpar_session.engine.groups] == [100, 512]
     for limits in ((512,), (32, 64)):
         with pytest.raises(ReplanError, match="do not suit groups with limits 64, 512"):
             engine.replan(Replanned(limits, (1.0, 1.0)))

@@ -77,6 +77,48 @@ def test_ranks_with_other_sequences_are_named_before_anything_moves():
     assert len(set(other_sequences())) == 1
 
 
+class Featured(nn.Module):
+    """Attention over what is known of each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(131, 6), nn.Linear(3, 6), nn.Linear(6, 131)
+
+    def forward(self, input_ids, features):
+        x = (self.embed(input_ids) + self.mix(features)).unsqueeze(1)
+        return self.head(nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).squeeze(1))
+
+
+def loss_of_features(model, batch):
+    return losses.cross_entropy_sum(model(batch["input_ids"], batch["features"]), batch["labels"])
+
+
+def row_of_features(tokens):
+    ids = torch.arange(tokens) + 1
+    return {"input_ids": ids, "labels": ids, "features": torch.linspace(0, 1, 3 * tokens).view(tokens, 3)}
+
+
+@WORLD.case
+def features(rank):
+    """Of three tokens with three features each, the tokens are padded for two ranks."""
+    example, batch = ({key: value[None] for key, value in row_of_features(n).items()} for n in (8, 3))
+    torch.manual_seed(0)
+    module = Featured()
+    with torch.no_grad():
+        expected = module(batch["input_ids"], batch["features"])
+        mean = losses.cross_entropy_sum(expected, batch["labels"]).item() / 3
+        options = {"strategies": {64: "cp2"}, "loss": loss_of_features, "example": example, "monitor": False}
+        model = fxpar.parallelize(module, **options)
+        found = model(batch["input_ids"], batch["features"])
+        return mean, float(model.evaluate([row_of_features(3)])), (found - expected).abs().max().item()
+
+
+def test_features_as_many_as_tokens_are_no_tokens():
+    for mean, found, error in features():
+        assert found == pytest.approx(mean, rel=1e-5)
+        assert error <= 1e-5
+
+
 def counted(model, batch):
     labels = batch["labels"]
     return losses.cross_entropy_sum(model(batch["input_ids"]), labels), {"count": (labels != -100).sum()}

@@ -33,6 +33,7 @@ def test_a_reduction_ends_after_its_run():
         store=SimpleNamespace(compute=lambda name: {}),
         resident=(),
         predicted_s=lambda *args: 0.0,
+        pass_on=lambda *names: False,
         add=lambda name, gradients: 0,
     )
     spec, plan = LengthGroup(8, Strategy.parse("dp1"), 8), GroupPlan(0, ((),), 0.0)

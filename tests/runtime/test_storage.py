@@ -10,10 +10,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from fxpar.cost.cluster import usual_cluster
 from fxpar.cost.device import CPU
-from fxpar.errors import MemoryBudgetError
+from fxpar.errors import MemoryBudgetError, StagingBytesError
 from fxpar.runtime import storage
 from fxpar.runtime.forked import run_forked
 from fxpar.store import MemoryReport
+from fxpar.store.home import ParamSpec
 from tests.memory.measured import peak_bytes
 from tests.runtime.hot import make_llama, parallel, precompile
 
@@ -49,6 +50,8 @@ def work(rank: int) -> dict[str, tuple[int, MemoryReport]]:
         options = {"strategies": {64: "dp2"}, "token_budget": TOKENS, "staging_bytes": STAGING, **options}
         return parallel(make, **options).memory
 
+    with pytest.raises(StagingBytesError, match=r"staging_bytes = 100 is too small: .* Give 1,024 bytes or more"):
+        made(staging_bytes=100)
     assert made(memory_budget_bytes=needed.total_bytes) == needed
     too_small = needed.total_bytes - 1
     with pytest.raises(MemoryBudgetError, match=r"lower token_budget(.|\n)*activations"):
@@ -59,6 +62,18 @@ def work(rank: int) -> dict[str, tuple[int, MemoryReport]]:
     assert made(packed=False).activation_bytes == made(token_budget=None).activation_bytes
     assert made(strategies=STRATEGIES).activation_bytes == max(report.activation_bytes for _, report in found.values())
     return found
+
+
+@pytest.mark.parametrize(("shape", "row_bytes", "least"), [((64, 9, 5), 180, 768), ((8, 40), 32, 256), ((), 4, 256)])
+def test_less_than_a_row_each_way_in_two_buckets_is_refused(shape, row_bytes, least):
+    """As its master has it, along the longest dim; a message begins at a multiple of 64 bytes."""
+    specs = [ParamSpec("small", (2, 2), torch.bfloat16), ParamSpec("weight", shape, torch.bfloat16)]
+    if not shape:
+        specs = specs[1:]
+    storage.check_staging(specs, least)
+    why = f"staging_bytes = {least - 1} is too small: a row of 'weight' has {row_bytes} bytes, .* Give {least} bytes or"
+    with pytest.raises(StagingBytesError, match=why):
+        storage.check_staging(specs, least - 1)
 
 
 @pytest.mark.parametrize(("count", "nodes", "overlaps"), [(1, 1, False), (1, 2, True), (2, 1, True)])

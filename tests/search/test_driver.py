@@ -321,6 +321,8 @@ def test_a_group_that_no_mini_batch_has_is_none():
     assert [group.tokens > 0 for group in both.groups] == [False, True]
     assert search._price(((short, 0), (last, 1))) is search._price(((last, 1),))
     assert set(search.priced) == {((last, 1),)}
+    search.settled[(short, 0), (last, 1)] = both  # only what is faster leaves it without tokens
+    assert [group.limit for group in search._refined(((short, 0), (last, 1)), rules=False).groups] == [512]
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,12 @@ def test_as_the_whole_model(text, layers):
     )
 
 
+def test_messages_of_a_deep_model_are_capped():
+    found = priced(CASES[1][0], 2000, False).at(512)
+    assert found.weight_bytes > 2000 * (128 << 10)
+    assert found.staging_bytes == 64 << 20
+
+
 def test_small_models_are_lowered_once_for_all_numbers_of_layers():
     model = shallow("stack", LAYERS)
     asked: list[tuple[str, int]] = []

@@ -65,6 +65,17 @@ def test_stages_of_a_deep_model(text):
     assert shallow.memory(512).peak_bytes == pytest.approx(whole.memory(512).peak_bytes, rel=0.02)
 
 
+DEEP = [(60, 4, 4 << 20), (1200, 4, 64 << 20), (1200, 2, 128 << 20)]
+
+
+@pytest.mark.parametrize(("layers", "devices", "staging"), DEEP)
+def test_messages_of_a_deep_model_are_capped(layers, devices, staging):
+    """Two buckets, as the engine reserves for the weights of all layers; as much again for sums inside of nodes."""
+    deep = candidate(lowered, Strategy.parse("dp4"), usual_cluster(4, devices), Depth(layers), (64, 512)).at(512)
+    assert deep.weight_bytes > layers * (128 << 10)
+    assert deep.staging_bytes == staging
+
+
 def test_reductions_of_a_deep_model():
     for text in ("dp4", "dp2.tp2+sp"):
         assert priced(text, False).reduce_s == pytest.approx(priced(text, True).reduce_s, rel=0.05)

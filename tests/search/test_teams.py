@@ -65,6 +65,8 @@ def test_a_deep_model_is_priced_from_shallow_ones():
     found = predict_memory(program, {"T": 512}, micro_batches=4, cluster=FOUR)
     memory = one.predicted(512)
     assert memory.peak_bytes - memory.staging_bytes == pytest.approx(found.peak_bytes, rel=0.02)
+    nodes = KnownModel(model.lower, model.outlines, replace(LINKS, nodes=2), Depth(1200), (256, 1024))
+    assert of("cp2 | dp2", nodes).predicted(512).staging_bytes == 128 << 20  # messages, and sums inside of nodes
 
 
 def test_equal_teams_are_lowered_once():

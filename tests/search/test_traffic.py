@@ -8,8 +8,9 @@ import pytest
 
 from fxpar.batching import BatchPlan, GroupPlan
 from fxpar.ir.strategy import Strategy
-from fxpar.search.pricing import SetPricer
+from fxpar.search.pricing import PricedSet, SetPricer
 from fxpar.search.traffic import SetTraffic
+from fxpar.search.variants import without_idle
 from fxpar.store import home_of
 from fxpar.switch import layout_of
 from fxpar.switch.order import SwitchSchedule
@@ -25,6 +26,12 @@ TENSOR_PARALLEL = 2 * TOKENS * FP32 * (10 * DIM + 2)
 
 
 def traffic(*limits: tuple[int, str]) -> SetTraffic:
+    found = priced(*limits).traffic
+    assert found is not None
+    return found
+
+
+def priced(*limits: tuple[int, str]) -> PricedSet:
     model = known(NODES)
     chosen = []
     for limit, text in limits:
@@ -36,8 +43,7 @@ def traffic(*limits: tuple[int, str]) -> SetTraffic:
     assert pricer.price(chosen).traffic is None  # nothing is counted for what a search tries
     found = pricer.price(chosen, settle=True)
     assert found is not None
-    assert found.traffic is not None
-    return found.traffic
+    return found
 
 
 @pytest.mark.parametrize(
@@ -58,6 +64,10 @@ def test_gradients_go_to_the_other_node_once() -> None:
     """Each element is the sum of what two replicas have, and lies at home on one node."""
     found = traffic((512, "dp2.tp2")).reductions
     assert found.inter_node == PARAMS * FP32
+    # Two groups of a mini-batch add to the same gradients.
+    alike = traffic((64, "dp2.tp2"), (512, "dp2.tp2+remat"))
+    both = BatchPlan((GroupPlan(0, (), 0.0), GroupPlan(1, (), 0.0)))
+    assert replace(alike, plans=[both]).reductions.inter_node == PARAMS * FP32
 
 
 def test_switches_of_a_set_are_those_that_an_engine_plans() -> None:
@@ -73,6 +83,20 @@ def test_switches_of_a_set_are_those_that_an_engine_plans() -> None:
     assert found.switches.inter_node == sum(hop.inter_node_bytes for hop in hops)
     # Of stages both replicas are on one node, and half of what each has is added on the other.
     assert found.reductions.inter_node == 2 * PARAMS * FP32
+
+
+def test_a_group_without_tokens_is_left_out() -> None:
+    """What mini-batches take and send is as before; the last group stays although it has none."""
+    before = priced((100, "dp2.pp2"), (256, "tp2.dp2"), (512, "dp2.pp2"))
+    found = without_idle(before)
+    assert [group.tokens > 0 for group in before.groups] == [False, True, False]
+    assert found.groups == before.groups[1:]
+    assert (found.predicted_s, found.simulated_s) == (before.predicted_s, before.simulated_s)
+    assert found.memory_bytes == before.memory_bytes
+    json = [one.traffic.to_json() for one in (before, found) if one.traffic is not None]
+    assert json[0]["groups"].pop(0) == {"intra_node_bytes": 0, "inter_node_bytes": 0}
+    assert json[0] == json[1]
+    assert without_idle(found) is found
 
 
 def test_replicas_in_step_send_for_those_that_run_idle() -> None:

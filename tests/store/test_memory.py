@@ -88,3 +88,13 @@ def test_gradients_of_tasks_that_share_a_rank_are_held_together():
         for rank, way in ((1, False), (3, True), (1, True))
     )
     assert (two, joined) == (one, 2 * one)
+
+
+def test_accumulators_that_groups_pass_on_are_held_once():
+    """Beside what leaves meanwhile; not where weights take turns, and not where sums travel from graph to graph."""
+    logical = llama(layers=1).graph
+    programs = {text: lower(logical, text, for_store=True) for text in ("dp2", "dp2+remat")}
+    home = home_layout(specs_of(programs.values()), 2)
+    one = memory_report(programs, home, [0]).gradient_bytes
+    for options, times in (({}, 1), ({"resident": ()}, 2), ({"chained": True}, 2)):
+        assert memory_report(programs, home, [0], overlap=True, **options).gradient_bytes == times * one

@@ -99,9 +99,7 @@ def test_how_to_go_on_is_the_command_with_resume(tmp_path, monkeypatch):
         how_to_go_on(request, config) == "All 30 steps are done, and saved in runs/demo-now/checkpoints/step-00000004"
     )
     monkeypatch.setattr("fxpar.checkpoint.load.read_extra", lambda path: {"step": 4})
-    assert str(LauncherSignalError("SIGTERM", "Go on")) == (
-        "ended by SIGTERM; all ranks were ended too, and saved nothing more (Ctrl-C saves a checkpoint). Go on"
-    )
+    assert str(LauncherSignalError("SIGTERM", "Go on")) == ("ended by SIGTERM; all ranks were ended too. Go on")
     assert how_to_go_on(request, config) == (
         "Go on from runs/demo-now/checkpoints/step-00000004 with: fxpar train --demo --set run.seed=3 --set "
         "'model.options.dim=[1, 2]' --set run.folder=runs/demo-now --steps 9 --resume"

@@ -170,5 +170,7 @@ def test_weights_that_do_not_fit_before_ranks_start(tmp_path, monkeypatch):
 
 
 def test_teams_that_cannot_gather_together_before_ranks_start(config):
-    with pytest.raises(TeamsGatherError, match=r"'cp4\+zero3' begins at rank 0 of 7"):
+    with pytest.raises(TeamsGatherError, match=r"'cp4\+zero3' has replicas of 4 ranks"):
         check_parts(replace(config, strategies=((32, "cp4+zero3 | tp3+zero3"),)))
+    with pytest.raises(TeamsGatherError, match=r"'dp2\.cp2\+zero3' has other remat than 'cp4\+"):
+        check_parts(replace(config, strategies=((32, "rounds(cp8, cp4+zero3+remat, cp2+zero3)"),)))
