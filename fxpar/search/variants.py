@@ -90,8 +90,8 @@ class Variants:
         most_s = (1 + TOO_SLOW) * must_s
         fast = [one for one in tried if self.pricer.at_best_s(_with(one, strategy, chosen)) < most_s]
         beside = self.known.guessed(strategy, self.said) if fast and variant.offload else None
-        usual = beside and self.pricer.price(_with(beside, strategy, chosen))
-        if not usual:
+        usual = None if beside is None else self.pricer.price(_with(beside, strategy, chosen))
+        if usual is None:
             return bool(fast)
         guessed = (self.pricer.price(_with(one, strategy, chosen)) for one in fast)
         most_s = (1 + ALIKE) * must_s * usual.predicted_s / took_s
