@@ -1,6 +1,8 @@
 """Variants of strategies of a settled set: other schedules, a whole loss, tokens in chunks, activations on the host.
 
-A variant of a pipeline is lowered only if, guessed at and with all memory in the world, it could make the set faster.
+A variant of a pipeline is lowered only if, guessed at, it could make the set faster: with all memory in the world, and
+of what lies on the host with what is there beside a guess at the strategy itself. Another schedule is not lowered, and
+is not played through where one position is sure to be too full.
 """
 
 from __future__ import annotations
