@@ -307,7 +307,7 @@ class Candidate(Priced):
         # What a recomputation chooses may shrink from one sample to the next; more layers never take less.
         columns = ((one[0], max(one[0], one[-1])) for one in zip(*(one.columns for one in samples), strict=True))
         found = Memory(*(round(extrapolated(column, steps)) for column in columns))
-        if len(self.programs) == 1:
+        if len(self.programs) < 2:
             return found
         return replace(found, staging_bytes=staging_of(found.weight_bytes, self.programs, steps, self.cluster))
 
