@@ -143,7 +143,13 @@ class _Paced:
         self._result = {"loss": loss, "metrics": {}, "grads": grads, "buffers": {}, "experts": {}}
         self._made = [fqn for fqn in order_of_gradients(bound.program) if fqn in grads]
 
-    def prepare(self, params: Mapping[str, torch.Tensor], buffers: object, arrivals: Arrivals | None = None) -> None:
+    def prepare(
+        self,
+        params: Mapping[str, torch.Tensor],
+        buffers: object,
+        arrivals: Arrivals | None = None,
+        begun: object = None,
+    ) -> None:
         self._weights, self._arrivals = list(params), arrivals
 
     def run_all(self, plan: GroupPlan, spans: object, made: Any) -> None:

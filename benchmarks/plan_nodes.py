@@ -65,8 +65,8 @@ def lengths_of(name: str, tiny: bool) -> np.ndarray:
     return (read_lengths(f"{source}:{PUBLISHED_LONGEST}") // (TINY_SCALE if tiny else SCALE)).clip(8, None)
 
 
-def choose(name: str, mbit: float, tiny: bool = False, samples: int = 8) -> dict[str, str]:
-    """Plans as TOML by what they are; without ranks."""
+def choose(name: str, mbit: float, tiny: bool = False, samples: int = 8, rules: bool = False) -> dict[str, str]:
+    """Plans as TOML by what they are, with `rules` as `fxpar plan --rules` finds them; without ranks."""
     options, cluster = (TINY if tiny else LLAMA), cluster_of(mbit)
 
     @functools.cache
@@ -83,7 +83,7 @@ def choose(name: str, mbit: float, tiny: bool = False, samples: int = 8) -> dict
     alone = [candidate(lower, Strategy.parse(text), cluster, depth, problem.anchors) for text in mine]
     memory = min(one.memory(longest).peak_bytes for one in alone) * 102 // 100
     memory *= 1 + (tiny and name == ROUNDS)  # a tiny model is mostly weights, which two sizes of team have twice
-    problem = replace(problem, memory_bytes=memory, overlap=True, keep=1, rounds=name == "rounds")
+    problem = replace(problem, memory_bytes=memory, overlap=True, rounds=name == "rounds", rules=rules)
     found = searched(problem, rows)
     pricer = SetPricer(cluster, depth, outlines, batches, memory, packed=problem.packed, overlap=True)
     hotspas = _best_alone(alone, longest, replace(pricer, optimizer_s=optimizer_s(alone[0], cluster)))

@@ -3,7 +3,7 @@ of gradients through the sums of each node against a direct one.
 
     sudo OMP_NUM_THREADS=1 python benchmarks/two_nodes.py [--mib 32] [--runs 3] [--json OUT]
     sudo OMP_NUM_THREADS=1 python benchmarks/two_nodes.py --comm-share 0.5 [--paced] [--only dp4] [--steps 8]
-    sudo OMP_NUM_THREADS=1 python benchmarks/two_nodes.py --comm-share 0.5 --plan rounds [--paced] [--steps 8]
+    sudo OMP_NUM_THREADS=1 python benchmarks/two_nodes.py --comm-share 0.5 --plan github [--rules] [--paced] [--steps 8]
     sudo OMP_NUM_THREADS=1 python benchmarks/two_nodes.py --comm-share 0.45 --lsh [--paced] [--steps 8]
 
 Two network namespaces are joined by a pair of virtual links, each held to 200 Mbit/s by `tc tbf`; two gloo ranks run
@@ -230,7 +230,7 @@ def measure_plan(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     import plan_nodes
 
     mbit = network(options.comm_share)
-    plans = plan_nodes.choose(options.plan, mbit)
+    plans = plan_nodes.choose(options.plan, mbit, rules=options.rules)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "plans.json")
         path.write_text(json.dumps(plans))
@@ -274,6 +274,7 @@ def main() -> None:
     parser.add_argument(
         "--plan", choices=("commoncrawl", "github", "rounds"), help="a plan for these lengths, against one strategy"
     )
+    parser.add_argument("--rules", action="store_true", help="with --plan: strategies may have rules per module")
     parser.add_argument("--lsh", action="store_true", help="experts, exact and with compressed rows")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plans", help=argparse.SUPPRESS)

@@ -29,7 +29,7 @@ from fxpar.ops.traits import SIZES
 aten = torch.ops.aten
 
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
-_Known = dict[tuple[int, int], tuple[TensorMeta, DistConfig, TensorMeta]]  # by identity, and what keeps that
+_Known = dict[tuple[TensorMeta, int], tuple[DistConfig, TensorMeta]]  # of placements by identity, and what keeps that
 _END = 2**62  # slices to the end are written with a huge number
 
 
@@ -65,10 +65,10 @@ def _set_local(node: fx.Node, known: _Known) -> None:
 def _local(meta: TensorMeta, dist: DistConfig, known: _Known) -> TensorMeta:
     if not any(dist.dims):
         return meta
-    key = id(meta), id(dist)
+    key = meta, id(dist)
     if key not in known:
-        known[key] = meta, dist, TensorMeta(dist.local_shape(meta.shape), meta.dtype)
-    return known[key][2]
+        known[key] = dist, TensorMeta(dist.local_shape(meta.shape), meta.dtype)
+    return known[key][1]
 
 
 def _multiply_up(graph: fx.Graph, node: fx.Node) -> None:

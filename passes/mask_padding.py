@@ -13,7 +13,7 @@ inserted. Cost: one local copy per mask, none in graphs whose dims divide.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -43,7 +43,8 @@ class MaskPadding:
     tier: ClassVar[Tier] = "exact"
 
     def __call__(self, graph: AnnotatedGraph) -> None:
-        padded = {n: _padded(n) for n in graph.graph.nodes if n.op in ("placeholder", "call_function")}
+        known: dict[tuple[int, Any], tuple[int, ...]] = {}  # what nodes say is shared by repeated layers
+        padded = {n: _padded(n, known) for n in graph.graph.nodes if n.op in ("placeholder", "call_function")}
         if not any(padded.values()):
             return
         zero: dict[fx.Node, bool] = {}
@@ -56,9 +57,14 @@ class MaskPadding:
                 zero[node] = not padded[node] or _stays_zero(node, padded, zero)
 
 
-def _padded(node: fx.Node) -> tuple[int, ...]:
+def _padded(node: fx.Node, known: dict[tuple[int, Any], tuple[int, ...]]) -> tuple[int, ...]:
     dist, meta = node.meta.get("dist"), node.meta.get("tensor")
-    return dist.padded_dims(meta.shape) if isinstance(dist, DistConfig) and meta is not None else ()
+    if not isinstance(dist, DistConfig) or meta is None or not any(dist.dims):
+        return ()
+    key = id(dist), meta.shape
+    if key not in known:
+        known[key] = dist.padded_dims(meta.shape)
+    return known[key]
 
 
 def _mask_contracted(graph: fx.Graph, node: fx.Node, padded: dict, zero: dict, masked: dict) -> None:

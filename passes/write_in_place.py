@@ -101,26 +101,20 @@ class _Memory:
 
     def __init__(self, graph: AnnotatedGraph) -> None:
         self.position = {node: i for i, node in enumerate(graph.graph.nodes)}
-        self.early = forward_of(graph)
+        early = forward_of(graph)
+        self.side = {node: (phase_of(node), node in early) for node in self.position}
         self.of: dict[fx.Node, frozenset[fx.Node]] = {}
         self.last: dict[fx.Node, int] = {}
         self.sides: dict[fx.Node, set[Any]] = {}
-        for node in graph.graph.nodes:
-            self.of[node] = _memory_of(node, self.of)
-            for start in self.of[node]:
-                self._touch(start, node)
-            for user in node.users:
-                # A collective reads its operand until it is waited for.
-                for reader in (user, *(user.users if collective_kind(user) else ())):
-                    for start in self.of[node]:
-                        self._touch(start, reader)
-
-    def _touch(self, start: fx.Node, node: fx.Node) -> None:
-        self.last[start] = max(self.last.get(start, 0), self.position[node])
-        self.sides.setdefault(start, set()).add(self._side(node))
-
-    def _side(self, node: fx.Node) -> tuple[str, bool]:
-        return phase_of(node), node in self.early
+        for node in self.position:
+            starts = self.of[node] = _memory_of(node, self.of)
+            # A collective reads its operand until it is waited for.
+            waits = [wait for user in node.users if collective_kind(user) for wait in user.users]
+            touches = (node, *node.users, *waits)
+            last, sides = max(map(self.position.__getitem__, touches)), set(map(self.side.__getitem__, touches))
+            for start in starts:
+                self.last[start] = max(self.last.get(start, 0), last)
+                self.sides.setdefault(start, set()).update(sides)
 
     def may_write(self, node: fx.Node, value: Any) -> bool:
         """Whether `node`, an elementwise op, may write its result over its operand `value`."""
@@ -133,7 +127,7 @@ class _Memory:
             and (_is_known(start) or start.target is operator.getitem)
             and one_local(value) == one_local(node)
             and self.last[start] == self.position[node]
-            and self.sides[start] == {self._side(node)}
+            and self.sides[start] == {self.side[node]}
             and not any(o is not value and start in self.of[o] for o in node.all_input_nodes)
         )
 

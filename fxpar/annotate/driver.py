@@ -270,8 +270,14 @@ def _write(graph: AnnotatedGraph, choices: Mapping[str, Choice], token: sympy.Sy
     """Put DistConfigs on all nodes from the choices of all axes."""
     mesh, bins = graph.strategy.mesh, graph.strategy.bin_axes
 
+    configs: dict[Any, DistConfig] = {}
+
     def config(meta: TensorMeta, placements: Mapping[str, Placement], roles: Mapping[str, str] | None) -> DistConfig:
-        return combine(DistConfig.replicated(mesh, len(meta.shape), meta.dtype), meta, placements, token, roles, bins)
+        key = (meta, tuple(placements.items()), tuple((roles or {}).items()))
+        if key not in configs:
+            whole = DistConfig.replicated(mesh, len(meta.shape), meta.dtype)
+            configs[key] = combine(whole, meta, placements, token, roles, bins)
+        return configs[key]
 
     fqns = {node: info.fqn for node, info in zip(graph.placeholders, graph.inputs, strict=True)}
     as_found = modules_in_order_of_search(graph.graph.nodes, choices, graph.strategy)

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -34,9 +34,9 @@ from fxpar.cost.polynomial import Polynomial, fitted, sent_bytes, sizes_of
 from fxpar.ir.exec_graph import Communication, Part, Program, collective_kind
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.handover import Handover
-from fxpar.ir.node_meta import comm_of, fqn_of, is_backward, local_meta, wanted_dists
+from fxpar.ir.node_meta import comm_of, fqn_of, is_backward, is_gradient, local_meta, wanted_dists
 from fxpar.ir.pipeline_graph import PipelineGraph
-from fxpar.ops.traits import ADDED_PRODUCTS, ATTENTION, HOST_COPIES, SWEEPS, is_attention
+from fxpar.ops.traits import ADDED_PRODUCTS, ATTENTION, HOST_COPIES, READS_ROWS, SWEEPS, is_attention
 
 NOMINAL_TOKENS = 4096  # of a micro-batch, where something depends on the length that is not known yet
 PER_MICRO_BATCH = ("body", "forward", "backward")  # parts of a program
@@ -70,10 +70,19 @@ class NodeCost:
 
 def node_costs(program: Program, cluster: ClusterSpec, *, parts: Mapping[str, Part] | None = None) -> list[NodeCost]:
     """The calls of `parts` (by default of those that run per micro-batch) on one rank, in program order."""
-    if parts is None:
-        parts = {name: part for name, part in program.parts.items() if name in PER_MICRO_BATCH}
+    walk, parts = _Walk(program, cluster), _repeated(program) if parts is None else parts
+    return [one.of_part(name) for name, part in parts.items() for one in walk.calls(part)]
+
+
+def exposed_costs(program: Program, cluster: ClusterSpec) -> list[Polynomial]:
+    """`exposed` of all `node_costs` of a program."""
     walk = _Walk(program, cluster)
-    return [cost for name, part in parts.items() for cost in walk.part(name, part)]
+    return [one.exposed for part in _repeated(program).values() for one in walk.calls(part)]
+
+
+def _repeated(program: Program) -> dict[str, Part]:
+    """What runs per micro-batch."""
+    return {name: part for name, part in program.parts.items() if name in PER_MICRO_BATCH}
 
 
 def busy_s(node: fx.Node, shape: SizesOf, cluster: ClusterSpec) -> Fraction:
@@ -105,38 +114,68 @@ def _dtype(node: fx.Node) -> torch.dtype:
 Counts = tuple[Fraction | int, ...]  # at four numbers of tokens
 
 
+class _Call(NamedTuple):
+    """What a `NodeCost` is made of."""
+
+    node: fx.Node
+    kind: Kind
+    axis: str
+    seconds: Polynomial
+    nbytes: Polynomial
+    flops: Polynomial
+    exposed: Polynomial
+
+    def of_part(self, part: str) -> NodeCost:
+        node, kind, axis, *costs = self
+        return NodeCost(part, node.name, fqn_of(node), kind, axis, is_backward(node), *costs)
+
+
+@dataclass
+class _Known:
+    """What does not depend on a program but by its samples of sizes: layers repeat, and so do programs of a search."""
+
+    nbytes: dict[TensorMeta, Counts] = field(default_factory=dict)
+    alike: dict[tuple[Any, ...], tuple[Kind, tuple[Polynomial, ...]]] = field(default_factory=dict)
+
+
+@functools.lru_cache(maxsize=16)
+def _known(cluster: ClusterSpec, samples: tuple[Any, ...]) -> _Known:
+    return _Known()
+
+
 @dataclass
 class _Walk:
-    """Layers repeat: what a call costs is worked out once for those with the same operands."""
+    """What a call costs is worked out once for those with the same operands."""
 
     program: Program
     cluster: ClusterSpec
-    _nbytes: dict[TensorMeta, Counts] = field(default_factory=dict)
     _links: dict[tuple[str, str, TensorMeta], tuple[Polynomial, Polynomial]] = field(default_factory=dict)
-    _alike: dict[tuple[Any, ...], tuple[Kind, tuple[Polynomial, ...]]] = field(default_factory=dict)
     _nominal: dict[int, float] = field(default_factory=dict)
+    _shares: dict[tuple[int, float], Polynomial] = field(default_factory=dict)
+    _ways: dict[Any, _Way] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._samples = sizes_of(self.program)
+        self._known = _known(self.cluster, tuple((one.tokens, one.most, *one.dims.items()) for one in self._samples))
 
-    def part(self, name: str, part: Part) -> Iterator[NodeCost]:
-        costs, links = dict[fx.Node, NodeCost](), dict[fx.Node, Link]()
+    def calls(self, part: Part) -> Collection[_Call]:
+        """In program order."""
+        costs, links = dict[fx.Node, _Call](), dict[fx.Node, Link]()
         for node in part.graph.nodes:
             kind = collective_kind(node)
             if kind is not None:
-                costs[node] = found = self._collective(name, node, kind)
+                costs[node] = found = self._collective(node, kind)
                 links[node] = "between" if crosses_nodes(self.program.mesh, found.axis, self.cluster) else "inside"
             elif is_kernel(node):
-                costs[node] = self._kernel(name, node)
-                if node.target in HOST_COPIES:
+                costs[node] = found = self._kernel(node)
+                if found.kind == "host":
                     links[node] = "host"
         slowdown = self.cluster.sustained.overlap_slowdown
         if slowdown is not None and links:
             alone = {node: self._nominal_s(cost.seconds) for node, cost in costs.items()}
             for node, waited in exposed_s(part.graph.nodes, alone, links.get, slowdown).items():
-                share = Fraction(waited / alone[node]).limit_denominator(1000) if alone[node] else Fraction(1)
-                costs[node] = replace(costs[node], exposed=costs[node].seconds * share)
-        return iter(costs.values())
+                costs[node] = costs[node]._replace(exposed=self._exposed(costs[node].seconds, alone[node], waited))
+        return costs.values()
 
     def _nominal_s(self, seconds: Polynomial) -> float:
         """In a micro-batch of NOMINAL_TOKENS. Calls that are alike share their polynomial, which their costs keep."""
@@ -144,23 +183,19 @@ class _Walk:
             self._nominal[id(seconds)] = float(seconds.at(NOMINAL_TOKENS))
         return self._nominal[id(seconds)]
 
-    def _collective(self, part: str, node: fx.Node, kind: str) -> NodeCost:
+    def _exposed(self, seconds: Polynomial, alone: float, waited: float) -> Polynomial:
+        """What is waited for of a transfer that takes `alone`. Those that are alike share what they are made of."""
+        if (id(seconds), waited) not in self._shares:
+            share = Fraction(waited / alone).limit_denominator(1000) if alone else Fraction(1)
+            self._shares[id(seconds), waited] = seconds * share
+        return self._shares[id(seconds), waited]
+
+    def _collective(self, node: fx.Node, kind: str) -> _Call:
         axis, sent = comm_of(node)
         if (kind, axis, sent) not in self._links:
             self._links[kind, axis, sent] = self._link_costs(kind, axis, sent)
         seconds, nbytes = self._links[kind, axis, sent]
-        return NodeCost(
-            part,
-            node.name,
-            fqn_of(node),
-            kind,  # type: ignore[arg-type]
-            axis,
-            is_backward(node),
-            seconds,
-            nbytes,
-            _NOTHING,
-            seconds,
-        )
+        return _Call(node, kind, axis, seconds, nbytes, _NOTHING, seconds)  # type: ignore[arg-type]
 
     def _link_costs(self, kind: str, axis: str, sent: TensorMeta) -> tuple[Polynomial, Polynomial]:
         """Seconds, and bytes that a rank sends."""
@@ -174,20 +209,20 @@ class _Walk:
         nbytes = self._fit([sizes.numel(sent) for sizes in self._samples]) * each
         return nbytes * per_byte_s + Polynomial(latency_s), nbytes
 
-    def _kernel(self, part: str, node: fx.Node) -> NodeCost:
-        device, looks = _device(node, self.cluster), _looks(node)
-        key = None if looks is None else (id(device), *looks)
-        if key is None or key not in self._alike:
-            found = self._called(node, device)
-            if key is not None:
-                self._alike[key] = found
-        else:
-            found = self._alike[key]
+    def _kernel(self, node: fx.Node) -> _Call:
+        way = self._ways.get(node.target) or self._ways.setdefault(node.target, _Way.of(node.target))
+        looks = _looks(node, way) if way.is_plain else None
+        found = None if looks is None else self._known.alike.get(looks)
+        if found is None:
+            found = self._called(node)
+            if looks is not None:
+                self._known.alike[looks] = found
         kind, (seconds, total, work) = found
-        return NodeCost(part, node.name, fqn_of(node), kind, "", is_backward(node), seconds, total, work, seconds)
+        return _Call(node, kind, "", seconds, total, work, seconds)
 
-    def _called(self, node: fx.Node, device: Device) -> tuple[Kind, tuple[Polynomial, ...]]:
+    def _called(self, node: fx.Node) -> tuple[Kind, tuple[Polynomial, ...]]:
         """The kind of a kernel; its seconds, bytes and operations."""
+        device = _device(node, self.cluster)
         counts = tuple(flops(node, sizes) for sizes in self._samples)
         kind: Kind = "memory" if not any(counts) else "attention" if is_attention(node.target) else "product"
         kind = "host" if node.target in HOST_COPIES else kind
@@ -200,9 +235,10 @@ class _Walk:
         return kind, _kernel_costs(kind, counts, moved, sweeps, bins, device, rate, exposed, first.tokens, first.most)
 
     def _bytes_of(self, meta: TensorMeta) -> Counts:
-        if meta not in self._nbytes:
-            self._nbytes[meta] = tuple(sizes.numel(meta) * meta.dtype.itemsize for sizes in self._samples)
-        return self._nbytes[meta]
+        known = self._known.nbytes
+        if meta not in known:
+            known[meta] = tuple(sizes.numel(meta) * meta.dtype.itemsize for sizes in self._samples)
+        return known[meta]
 
     def _fit(self, counts: Sequence[Fraction | int]) -> Polynomial:
         return fitted(counts, self._samples[0].tokens, self._samples[0].most)
@@ -251,12 +287,26 @@ def _bins(node: fx.Node) -> int:
     return wanted[ATTENTION[node.target]].degrees(2) if wanted else 1  # type: ignore[bad-index]
 
 
-def _looks(node: fx.Node) -> tuple[Any, ...] | None:
-    """What a kernel's cost follows from; None where it is not in the tensors alone."""
-    if not is_plain(node.target):
-        return None
-    first = node.args[:2] if node.target in ADDED_PRODUCTS else node.args[:1]
-    return node.target, tuple(touched(node)), tuple(map(local_meta, (one for one in first if isinstance(one, fx.Node))))
+@dataclass(frozen=True)
+class _Way:
+    """How a kernel is looked at: whether its cost is in its tensors alone, in those of its result and of so many first
+    operands; whether it reads rows, not all of its operands.
+    """
+
+    is_plain: bool
+    first: int
+    reads_rows: bool
+
+    @classmethod
+    def of(cls, target: Any) -> _Way:
+        return cls(is_plain(target), 2 if target in ADDED_PRODUCTS else 1, target in READS_ROWS)
+
+
+def _looks(node: fx.Node, way: _Way) -> tuple[Any, ...]:
+    """What the cost of a kernel follows from that `is_plain`."""
+    first = [local_meta(one) for one in node.args[: way.first] if isinstance(one, fx.Node)]
+    others = () if way.reads_rows else node.all_input_nodes
+    return node.target, is_gradient(node), len(first), *first, local_meta(node), *map(local_meta, others)
 
 
 def handed_on_s(program: PipelineGraph, stage: int, kind: str, cluster: ClusterSpec) -> Polynomial:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 
-from fxpar.cost.calls import NOMINAL_TOKENS, handed_on_s, node_costs
+from fxpar.cost.calls import NOMINAL_TOKENS, exposed_costs, handed_on_s
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.group_cost import Cost, GroupCost, TeamsCost
 from fxpar.cost.polynomial import Polynomial
@@ -97,6 +97,6 @@ def rank_costs(program: Program, cluster: ClusterSpec) -> dict[Mesh, Polynomial]
 
 def _total(program: Program, cluster: ClusterSpec) -> Polynomial:
     """Seconds of all calls of a micro-batch. Those that share an object, of which there are many, are added once."""
-    found = [cost.exposed for cost in node_costs(program, cluster)]
+    found = exposed_costs(program, cluster)
     counts = Counter(map(id, found))
     return sum((one * counts[key] for key, one in {id(one): one for one in found}.items()), Polynomial())

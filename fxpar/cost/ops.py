@@ -5,6 +5,7 @@ Read off shapes: local ones where a graph has placements, global ones where it h
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.graph import Size, TensorMeta
 from fxpar.ir.node_meta import is_gradient, local_meta
 from fxpar.ir.pass_base import tensor_operands
+from fxpar.ir.serialize import OpOverload
 from fxpar.ops.recurrence import CHUNK, CHUNK_BY_ROW
 from fxpar.ops.traits import (
     ADDED_PRODUCTS,
@@ -181,9 +183,15 @@ def touched_bytes(node: fx.Node, shape: SizesOf) -> int:
 
 def is_kernel(node: fx.Node) -> bool:
     """Whether a call computes on the device: no view, no collective."""
-    computes = node.op == "call_function" and any(True for _ in local_metas(node))
-    idle = is_view(node.target) or node.target in _NO_KERNEL or collective_kind(node)
-    return computes and not idle
+    if node.op != "call_function" or collective_kind(node):
+        return False
+    idle = (_is_idle if isinstance(node.target, OpOverload) else _is_idle.__wrapped__)(node.target)
+    return not idle and any(True for _ in local_metas(node))
+
+
+@functools.cache  # of ops alone, as a method would keep what it is bound to
+def _is_idle(op: Any) -> bool:
+    return is_view(op) or op in _NO_KERNEL
 
 
 def local_metas(value: Any) -> Iterator[TensorMeta]:

@@ -5,6 +5,7 @@ Both hold `torch.fx` graphs; what their nodes say of themselves is in node_meta.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +45,9 @@ class TensorMeta:
 
     def sizes(self, dims: Mapping[sympy.Symbol, int]) -> tuple[int, ...]:
         """The shape with the dynamic dims at `dims`."""
-        return tuple(size if isinstance(size, int) else int(size.subs(dims)) for size in self.shape)  # type: ignore[arg-type]
+        if all(type(size) is int for size in self.shape):
+            return self.shape  # type: ignore[return-value]
+        return _sizes(self.shape, tuple(dims.items()))
 
     def numel(self, dims: Mapping[sympy.Symbol, int]) -> int:
         """Number of elements with the dynamic dims at `dims`."""
@@ -52,6 +55,11 @@ class TensorMeta:
 
     def __str__(self) -> str:
         return f"{short_dtype(self.dtype)}[{', '.join(map(size_text, self.shape))}]"
+
+
+@functools.lru_cache(maxsize=4096)  # sympy takes long, and layers repeat
+def _sizes(shape: tuple[Size, ...], dims: tuple[tuple[sympy.Symbol, int], ...]) -> tuple[int, ...]:
+    return tuple(size if isinstance(size, int) else int(size.subs(dims)) for size in shape)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

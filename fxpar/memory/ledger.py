@@ -41,7 +41,7 @@ class Ledger:
     bytes of each in memory of the host.
     """
 
-    holders: Counter[Hashable] = field(default_factory=Counter)
+    holders: dict[Hashable, int] = field(default_factory=lambda: defaultdict(int))
     held: dict[Hashable, Held] = field(default_factory=dict)
     sums: dict[int, list[int]] = field(default_factory=lambda: defaultdict(_nothing))
     whole: list[int] = field(default_factory=_nothing)

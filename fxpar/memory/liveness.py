@@ -67,7 +67,7 @@ def _traced(
     key = tuple(tuple(place.items()) for place in places)
     nbytes = known[key].sized.nbytes(dims) if key in known else None
     if nbytes is None:
-        known[key] = _lives(graph, trace_sized(graph, dims, places[0], places[1:]))
+        known[key] = _lives(graph, trace_sized(graph.nodes, dims, places[0], places[1:]))
         nbytes = known[key].sized.storages.nbytes
     return known[key], nbytes
 

@@ -1,7 +1,7 @@
 """What the parts of a pipeline stage allocate and let go of, node by node.
 
 Memory goes from part to part: the backward reads storages that the forward has made. So the parts are put behind each
-other in one graph, whose storages are traced together, and each part gets its own list of births and deaths.
+other, their storages are traced together, and each part gets its own list of births and deaths.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import sympy
 from torch import fx
 
-from fxpar.ir.copies import copy_graph, copy_node
+from fxpar.ir.copies import copy_graph
 from fxpar.ir.exec_graph import Part, collective_kind
 from fxpar.ir.pipeline_graph import StageProgram
 from fxpar.memory.liveness import kind_of
@@ -73,30 +73,31 @@ class StageTrace:
 
 @dataclass
 class _Joined:
-    """Parts behind each other in one graph; `inputs` are placeholders by source."""
+    """Parts behind each other; `inputs` are placeholders by source. `same`: placeholders for what an earlier part has,
+    each with that.
+    """
 
-    graph: fx.Graph = field(default_factory=fx.Graph)
+    nodes: list[fx.Node] = field(default_factory=list)
+    same: dict[fx.Node, fx.Node] = field(default_factory=dict)
     inputs: dict[tuple[str, int], fx.Node] = field(default_factory=dict)
     calls: dict[str, list[fx.Node]] = field(default_factory=dict)
     results: dict[str, list[fx.Node]] = field(default_factory=dict)
     known: dict[Any, tuple[SizedStorages, StageTrace]] = field(default_factory=dict)  # by places
 
     def add(self, name: str, part: Part) -> None:
-        copied: dict[fx.Node, fx.Node] = {}
         for place, source in zip(part.graph.find_nodes(op="placeholder"), part.sources, strict=True):
             if source[0] in self.results:
-                copied[place] = self.results[source[0]][source[1]]
-                continue
-            if source not in self.inputs:
-                self.inputs[source] = self.graph.placeholder(place.name)
-                self.inputs[source].meta = dict(place.meta)
-            copied[place] = self.inputs[source]
-        self.calls[name] = []
-        for node in part.graph.nodes:
-            if node.op == "call_function":
-                copied[node] = copy_node(self.graph, node, copied.__getitem__)
-                self.calls[name].append(copied[node])
-        self.results[name] = [copied[node] for node in part.results]
+                self.same[place] = self.results[source[0]][source[1]]
+            elif self.inputs.setdefault(source, place) is not place:
+                self.same[place] = self.inputs[source]
+        self.nodes += part.graph.nodes
+        self.calls[name] = [node for node in part.graph.nodes if node.op == "call_function"]
+        self.results[name] = [self.same.get(node, node) for node in part.results]
+
+    def pending(self, node: fx.Node) -> list[fx.Node]:
+        """What collectives still read of which a call reads the result: they do until they are waited for."""
+        reads = (self.same.get(read, read) for read in node.all_input_nodes)
+        return [operand for read in reads if collective_kind(read) for operand in read.all_input_nodes]
 
 
 def trace_stage(
@@ -118,7 +119,7 @@ def trace_stage(
     key = tuple(tuple(place.items()) for place in (coordinates, *others))
     nbytes = joined.known[key][0].nbytes(dims) if key in joined.known else None
     if nbytes is None:
-        sized = trace_sized(joined.graph, dims, coordinates, others)
+        sized = trace_sized(joined.nodes, dims, coordinates, others, joined.same)
         joined.known[key] = sized, _lives(joined, names, sized, stage)
         nbytes = sized.storages.nbytes
     _, trace = joined.known[key]
@@ -141,7 +142,7 @@ def _lives(joined: _Joined, names: tuple[str, ...], sized: SizedStorages, stage:
     kinds = _kinds(joined, storages, saved, _finals(joined, names[-1], storages, stage))
     traces = {}
     for name in names:
-        steps = _steps(joined.calls[name], storages, kinds, born)
+        steps = _steps(joined, name, storages, kinds, born)
         made = {s for step in steps for s, _ in step.births}
         results = tuple(next(iter(storages.of[n]), None) for n in joined.results[name])
         traces[name] = PartTrace(steps, frozenset(reads[name] - made - lasting), frozenset(made), results)
@@ -159,7 +160,7 @@ def _sized(part: PartTrace, dims: Mapping[sympy.Symbol, int], conditions: Condit
 def _joined(
     names: tuple[str, ...], graphs: tuple[fx.Graph, ...], sources: tuple[Any, ...], sent: int, again: bool
 ) -> _Joined:
-    """The parts that one micro-batch runs, in one graph that is not to be changed; `sent`: results of the backward that
+    """The parts that one micro-batch runs, which are not to be changed; `sent`: results of the backward that
     are no gradients of parameters.
     """
     joined = _Joined()
@@ -167,7 +168,6 @@ def _joined(
         part = _apart(part) if name in _HALVES else part
         keep = tuple(range(sent)) if name == "backward" else ()
         joined.add(name, accumulating(part, keep) if again and name == names[-1] else part)
-    joined.graph.output(tuple(node for results in joined.results.values() for node in results))
     return joined
 
 
@@ -216,21 +216,21 @@ def _finals(joined: _Joined, last: str, storages: Storages, stage: StageProgram)
 
 
 def _steps(
-    calls: list[fx.Node],
+    joined: _Joined,
+    name: str,
     storages: Storages,
     kinds: Mapping[int, str],
     born: set[int],
 ) -> tuple[StorageStep, ...]:
     """Births and deaths in one part; `born` grows."""
+    calls = joined.calls[name]
     last: dict[int, int] = {}
     births: list[list[tuple[int, str]]] = []
     for i, node in enumerate(calls):
         made = [s for s in storages.of[node] if s not in born]
         born.update(made)
         births.append([(s, kinds[s]) for s in made])
-        # A collective reads its operand until it is waited for.
-        pending = [o for c in node.all_input_nodes if collective_kind(c) for o in c.all_input_nodes]
-        for value in (node, *node.all_input_nodes, *pending):
+        for value in (node, *node.all_input_nodes, *joined.pending(node)):
             last.update(dict.fromkeys(storages.of[value], i))
     deaths: dict[int, list[int]] = {}
     for storage, i in last.items():

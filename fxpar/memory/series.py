@@ -14,6 +14,7 @@ from the host, values of the backward, gradients (what the graph returns, or wha
 messages with batches under way. The last is memory of the host, which is in no sum: forward values that wait there.
 """
 HOST = KINDS[-1]
+_HOST_AT = len(KINDS) - 1
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,11 @@ class Moment(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        return sum(self.sums) - self.host_bytes + self.workspace_bytes
+        return sum(self.sums[:_HOST_AT]) + self.workspace_bytes
 
     @property
     def host_bytes(self) -> int:
-        return self.sums[KINDS.index(HOST)]
+        return self.sums[_HOST_AT]
 
     @property
     def name(self) -> str:

@@ -7,6 +7,7 @@ strides and shared storages, so they make the same. torch's meta kernels take fi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,15 +18,45 @@ META = torch.device("meta")
 KNOWN = 1 << 16  # different calls that are kept
 
 
-class MetaTensor(NamedTuple):
-    """A tensor without data; `storage` is a number, and `nbytes` the size of that storage."""
+@dataclass(frozen=True)
+class MetaLook:
+    """Shape, strides, offset and dtype of a tensor, and the bytes of its storage; its hash is asked for often."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
     dtype: torch.dtype
-    storage: int
     nbytes: int
+    _hash: int = field(default=0, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.shape, self.strides, self.offset, self.dtype, self.nbytes)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+class MetaTensor(NamedTuple):
+    """A tensor without data, in the storage with this number."""
+
+    look: MetaLook
+    storage: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.look.shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return self.look.strides
+
+    @property
+    def offset(self) -> int:
+        return self.look.offset
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.look.dtype
 
 
 class _Scalar(NamedTuple):
@@ -60,27 +91,27 @@ class MetaValues:
 
     def placed(self, shape: tuple[int, ...], dtype: torch.dtype) -> MetaTensor:
         """A new contiguous tensor."""
-        return self._own(_empty(shape, dtype))
+        found = MetaTensor(_empty(shape, dtype), len(self.nbytes))
+        self.nbytes.append(found.look.nbytes)
+        return found
 
     def call(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the call returns: MetaTensors where a tensor would be, anything else as it is."""
         found, mine = _result(target, args, kwargs)
         return self._numbered(found, mine, {})
 
-    def _own(self, one: MetaTensor) -> MetaTensor:
-        self.nbytes.append(one.nbytes)
-        return one._replace(storage=len(self.nbytes) - 1)
-
     def _numbered(self, value: Any, mine: list[int], fresh: dict[int, int]) -> Any:
-        if isinstance(value, MetaTensor):
-            if value.storage < len(mine):
-                return _stored(value, mine[value.storage])
-            if value.storage not in fresh:
-                fresh[value.storage] = len(self.nbytes)
-                self.nbytes.append(value.nbytes)
-            return _stored(value, fresh[value.storage])
-        if type(value) in (list, tuple):
-            return type(value)(self._numbered(one, mine, fresh) for one in value)
+        kind = type(value)
+        if kind is MetaTensor:
+            look, number = value
+            if number < len(mine):
+                return MetaTensor(look, mine[number])
+            if number not in fresh:
+                fresh[number] = len(self.nbytes)
+                self.nbytes.append(look.nbytes)
+            return MetaTensor(look, fresh[number])
+        if kind in (list, tuple):
+            return kind(self._numbered(one, mine, fresh) for one in value)
         return value
 
 
@@ -94,51 +125,48 @@ def is_same_call(target: Callable[..., Any], one: tuple[Any, ...], other: tuple[
 def _anywhere(value: Any) -> Any:
     """At offset 0."""
     if isinstance(value, MetaTensor):
-        return value._replace(offset=0)
+        return value._replace(look=replace(value.look, offset=0))
     return type(value)(map(_anywhere, value)) if type(value) in (list, tuple) else value
 
 
 def _result(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[int]]:
     """What a call returns, with storages numbered by call, and the numbers in the graph of those of its operands."""
     storages: dict[int, int] = {}
-    given = _encoded((args, tuple(sorted(kwargs.items()))), storages)
+    given = tuple([_encoded(one, storages) for one in args])
+    named = tuple([(name, _encoded(one, storages)) for name, one in sorted(kwargs.items())]) if kwargs else ()
     try:
-        return _called(target, given), list(storages)
+        return _called(target, given, named), list(storages)
     except TypeError:  # an operand without a hash; what is wrong with the call itself is raised again
-        return _called.__wrapped__(target, given), list(storages)
+        return _called.__wrapped__(target, given, named), list(storages)
 
 
 @lru_cache(KNOWN)
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> MetaTensor:
-    return _described(torch.empty(shape, dtype=dtype, device=META), {})
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> MetaLook:
+    return _described(torch.empty(shape, dtype=dtype, device=META), {}).look
 
 
 def _encoded(value: Any, storages: dict[int, int]) -> Any:
-    """With a hash; storages are numbered in the order in which they are met."""
-    if isinstance(value, MetaTensor):
-        return _stored(value, storages.setdefault(value.storage, len(storages)))
+    """With a hash: a tensor is a plain pair; storages are numbered in the order in which they are met."""
+    kind = type(value)
+    if kind is MetaTensor:
+        look, storage = value
+        return look, storages.setdefault(storage, len(storages))
+    if kind is int or value is None:
+        return value
     if isinstance(value, list | tuple):
         kind = list if isinstance(value, list) else tuple
         return _Many(kind, tuple([_encoded(one, storages) for one in value]))
-    if type(value) is int:
-        return value
-    return _Scalar(type(value), value) if isinstance(value, bool | float | int) else value
-
-
-def _stored(one: MetaTensor, storage: int) -> MetaTensor:
-    """In the storage with this number."""
-    if one.storage == storage:
-        return one
-    return MetaTensor(one.shape, one.strides, one.offset, one.dtype, storage, one.nbytes)
+    return _Scalar(kind, value) if isinstance(value, bool | float | int) else value
 
 
 def _decoded(value: Any, storages: dict[int, Any]) -> Any:
     """With tensors on the meta device, and their storages by number in `storages`."""
-    if isinstance(value, MetaTensor):
-        if value.storage not in storages:
-            storages[value.storage] = torch.empty(value.nbytes, dtype=torch.uint8, device=META).untyped_storage()
-        blank = torch.empty(0, dtype=value.dtype, device=META)
-        return blank.set_(storages[value.storage], value.offset, value.shape, value.strides)
+    if type(value) is tuple:
+        look, number = value
+        if number not in storages:
+            storages[number] = torch.empty(look.nbytes, dtype=torch.uint8, device=META).untyped_storage()
+        blank = torch.empty(0, dtype=look.dtype, device=META)
+        return blank.set_(storages[number], look.offset, look.shape, look.strides)
     if isinstance(value, _Many):
         return value.kind(_decoded(one, storages) for one in value.values)
     return value.value if isinstance(value, _Scalar) else value
@@ -150,17 +178,21 @@ def _described(value: Any, known: dict[int, tuple[int, Any]]) -> Any:
         storage = value.untyped_storage()
         number, _ = known.setdefault(id(storage), (len(known), storage))
         shape, strides = tuple(value.shape), tuple(value.stride())
-        return MetaTensor(shape, strides, int(value.storage_offset()), value.dtype, number, storage.nbytes())
+        return MetaTensor(_look(shape, strides, int(value.storage_offset()), value.dtype, storage.nbytes()), number)
     if isinstance(value, list | tuple):
         return type(value)(_described(one, known) for one in value)
     return value
 
 
+_look = lru_cache(KNOWN)(MetaLook)  # one object for all that are equal, which are then found at once
+
+
 @lru_cache(KNOWN)
-def _called(target: Callable[..., Any], given: Any) -> Any:
+def _called(target: Callable[..., Any], given: tuple[Any, ...], named: tuple[tuple[str, Any], ...]) -> Any:
     """Storages of operands keep their numbers, new ones get the next ones."""
     storages: dict[int, Any] = {}
-    args, kwargs = _decoded(given, storages)
+    args = [_decoded(one, storages) for one in given]
+    kwargs = {name: _decoded(one, storages) for name, one in named}
     with torch.no_grad():
-        made = target(*args, **dict(kwargs))
+        made = target(*args, **kwargs)
     return _described(made, {id(storage): (number, storage) for number, storage in storages.items()})

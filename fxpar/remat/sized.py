@@ -43,11 +43,15 @@ class SizedStorages:
 
 
 def trace_sized(
-    graph: fx.Graph, dims: Mapping[sympy.Symbol, int], at: Mapping[str, int], others: Sequence[Mapping[str, int]]
+    nodes: Iterable[fx.Node],
+    dims: Mapping[sympy.Symbol, int],
+    at: Mapping[str, int],
+    others: Sequence[Mapping[str, int]],
+    same: Mapping[fx.Node, fx.Node] | None = None,
 ) -> SizedStorages:
-    """`trace_and_compare` of a graph that is not to be changed."""
-    storages, differ = trace_and_compare(graph, dims, at, others)
-    metas = (meta for node in graph.nodes for meta in _metas(node))
+    """`trace_and_compare` of graphs that are not to be changed."""
+    storages, differ = trace_and_compare(nodes, dims, at, others, same)
+    metas = (meta for node in nodes for meta in _metas(node))
     sizes = _at({size for meta in metas for size in meta.shape if not isinstance(size, int)}, dims) or {}
     made: list[TensorMeta | int] = []
     for (node, place), nbytes in zip(storages.makers, storages.nbytes, strict=True):

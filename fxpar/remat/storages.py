@@ -44,14 +44,19 @@ def trace_storages(
     `coordinates` is the rank's place on each mesh axis (0 where it is not given). Dims that a placement cuts must
     divide.
     """
-    return trace_and_compare(graph, dims, coordinates or {}, ())[0]
+    return trace_and_compare(graph.nodes, dims, coordinates or {}, ())[0]
 
 
 def trace_and_compare(
-    graph: fx.Graph, dims: Mapping[sympy.Symbol, int], at: Mapping[str, int], others: Sequence[Mapping[str, int]]
+    nodes: Iterable[fx.Node],
+    dims: Mapping[sympy.Symbol, int],
+    at: Mapping[str, int],
+    others: Sequence[Mapping[str, int]],
+    same: Mapping[fx.Node, fx.Node] | None = None,
 ) -> tuple[Storages, list[Mapping[str, int]]]:
     """Storages at one place, and those of `others` where they differ: where no call that depends on the place makes
-    something else, no later one does.
+    something else, no later one does. Nodes may be of several graphs, one behind the other: `same` are placeholders,
+    each with the earlier node whose value it has.
     """
     values: dict[fx.Node, Any] = {}
     found = MetaValues()
@@ -60,8 +65,13 @@ def trace_and_compare(
     borrowed: set[int] = set()
     makers: list[tuple[fx.Node, int]] = []
     of_weights: dict[fx.Node, bool] = {}
-    for node in graph.nodes:
+    same = same or {}
+    for node in nodes:
         if node.op == "output":
+            continue
+        if node in same:
+            earlier = same[node]
+            values[node], of[node], of_weights[node] = values[earlier], of[earlier], of_weights[earlier]
             continue
         if node.op == "placeholder":
             size = _size(node, dims)
@@ -69,13 +79,14 @@ def trace_and_compare(
         else:
             target, args, kwargs = _given(node, values, at, dims)
             values[node] = found.call(target, args, kwargs)
-            for place in others:
-                there = _given(node, values, place, dims)[1] if _has_place(node) else args
+            for place in others if _has_place(node) else ():
+                there = _given(node, values, place, dims)[1]
                 if place not in differ and there != args and not is_same_call(target, args, there):
                     differ.append(place)
-        of[node] = tuple(dict.fromkeys(one.storage for one in meta_tensors(values[node])))
-        for place, one in enumerate(meta_tensors(values[node])):
-            if one.storage == len(makers):
+        numbers = [one.storage for one in meta_tensors(values[node])]
+        of[node] = tuple(dict.fromkeys(numbers))
+        for place, storage in enumerate(numbers):
+            if storage == len(makers):
                 makers.append((node, place))
         of_weights[node] = _is_weight(node, of_weights)
         if node.op == "placeholder":
@@ -131,8 +142,13 @@ def tensors_of(value: Any) -> Iterable[Tensor]:
 def _is_weight(node: fx.Node, known: Mapping[fx.Node, bool]) -> bool:
     if node.op == "placeholder":
         return input_kind(node) == "param"
-    operands = [o for o in node.all_input_nodes if not is_size(o)]
-    return bool(operands) and all(known[o] for o in operands)
+    found = False
+    for operand in node.all_input_nodes:
+        if not is_size(operand):
+            if not known[operand]:
+                return False
+            found = True
+    return found
 
 
 def _size(node: fx.Node, dims: Mapping[sympy.Symbol, int]) -> int | tuple[tuple[int, ...], torch.dtype]:
@@ -158,18 +174,21 @@ def _given(
     node: fx.Node, values: Mapping[fx.Node, Any], places: Mapping[str, int], dims: Mapping[sympy.Symbol, int]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """What stands for the node's call on the meta device, and its operands."""
-    if node.target in _COUNTED:
+    target: Any = node.target
+    counted, collective, takes_device = _way(target)
+    if counted:
         metas: Any = local_meta(node)
         return _made, tuple((one.sizes(dims), one.dtype) for one in metas), {}
     given: Any = fx.node.map_arg(node.args, values.__getitem__)
-    kwargs = dict(fx.node.map_arg(node.kwargs, values.__getitem__))
-    if node.target in _COLLECTIVES:
-        return _COLLECTIVES[node.target], given, {}
-    args: Any = tuple(places.get(a[1:], 0) if isinstance(a, str) and a[:1] == "#" else a for a in given)
-    target: Any = node.target
+    if collective is not None:
+        return collective, given, {}
+    kwargs = dict(fx.node.map_arg(node.kwargs, values.__getitem__)) if node.kwargs else {}
+    args: Any = given
+    if _has_place(node):
+        args = tuple(places.get(a[1:], 0) if isinstance(a, str) and a[:1] == "#" else a for a in given)
     if target is torch.ops.aten.convolution_backward.default:  # kernels know the bias' size; the meta one believes this
         args = (*args[:3], [args[0].shape[1]], *args[4:])
-    if _takes_device(target):
+    if takes_device:
         makes = not any(map(_is_tensor, args))
         if makes or kwargs.get("device") is not None:
             kwargs["device"] = META
@@ -177,14 +196,16 @@ def _given(
 
 
 @functools.lru_cache(maxsize=4096)
-def _takes_device(target: Callable[..., Any]) -> bool:
+def _way(target: Callable[..., Any]) -> tuple[bool, Callable[..., Any] | None, bool]:
+    """Whether it is one of `_COUNTED`, what stands for a collective, and whether it is told of a device."""
     schema = getattr(target, "_schema", None)
-    return schema is not None and any(a.name == "device" for a in schema.arguments)
+    takes_device = schema is not None and any(a.name == "device" for a in schema.arguments)
+    return target in _COUNTED, _COLLECTIVES.get(target), takes_device
 
 
 def _has_place(node: fx.Node) -> bool:
     """Whether the rank's place on an axis is an operand, as "#tp"."""
-    return any(isinstance(arg, str) and arg[:1] == "#" for arg in node.args)
+    return any([type(arg) is str and arg[:1] == "#" for arg in node.args])
 
 
 def _is_tensor(value: Any) -> bool:

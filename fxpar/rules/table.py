@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -225,22 +226,39 @@ def rule_of(target: Any) -> OpRule | None:
     return POINTWISE if traits.is_elementwise(target) else None
 
 
+Ways = dict[tuple[Seed, Cut] | None, tuple[Option, ...]]
+"""Of one call: options that cut a seed; under None those that no seed asks for."""
+
+
 def options(op: OpView, degree: int, seeds: list[tuple[Seed, Cut]]) -> list[Option]:
     """All legal options of `op` that cut one of the seeds, partial pass-throughs, and the replicated one."""
     rule = rule_of(op.target)
     found = [replicated(op)]
     if rule is None:
         return found
-    for seed, cut in seeds:
-        if isinstance(cut, OuterShard):
-            outer = rule.cuts(op, cut.degree, seed, Shard(cut.dim))
-            inner = [replicated(op)] if cut.inner == R else passing(op, seed)
-            found += nest_all(outer, inner, cut.degree)
-        else:
-            found += rule.cuts(op, degree, seed, cut)
+    known = _ways(op, degree, rule)
+    for seed in seeds:
+        if seed not in known:
+            known[seed] = _for_all_batches(op, _cutting(op, rule, degree, *seed))
+        found += known[seed]
     if rule.partials is not None and op.inputs:
-        found += rule.partials(op)
-    return [option for option in dict.fromkeys(found) if _is_for_all_batches(op, option)]
+        if None not in known:
+            known[None] = _for_all_batches(op, rule.partials(op))
+        found += known[None]
+    return list(dict.fromkeys(found))
+
+
+@functools.lru_cache(maxsize=1 << 14)  # stages and depths of a model have the same calls
+def _ways(op: OpView, degree: int, rule: OpRule) -> Ways:
+    """What was asked for of a call, and grows."""
+    return {}
+
+
+def _cutting(op: OpView, rule: OpRule, degree: int, seed: Seed, cut: Cut) -> list[Option]:
+    if not isinstance(cut, OuterShard):
+        return rule.cuts(op, degree, seed, cut)
+    outer = rule.cuts(op, cut.degree, seed, Shard(cut.dim))
+    return nest_all(outer, [replicated(op)] if cut.inner == R else passing(op, seed), cut.degree)
 
 
 def passing(op: OpView, seed: Seed | None = None) -> list[Option]:
@@ -251,12 +269,16 @@ def passing(op: OpView, seed: Seed | None = None) -> list[Option]:
     return [option for option in found if seed is None or option.at(seed) == P]
 
 
-def _is_for_all_batches(op: OpView, option: Option) -> bool:
-    """Whether an option holds for every size of the dynamic dims: sections are numbers, so unequal ones of such a dim
-    (the first 4 tokens and the rest) are those of one batch.
+def _for_all_batches(op: OpView, options: list[Option]) -> tuple[Option, ...]:
+    """Options that hold for every size of the dynamic dims: sections are numbers, so unequal ones of such a dim (the
+    first 4 tokens and the rest) are those of one batch.
     """
-    cuts = zip((*option.inputs, *option.outputs), op.dynamic, strict=False)
-    return not any(isinstance(p, Shard) and p.dim in dims and len(set(p.sections)) > 1 for p, dims in cuts)
+
+    def holds(option: Option) -> bool:
+        cuts = zip((*option.inputs, *option.outputs), op.dynamic, strict=False)
+        return not any(isinstance(p, Shard) and p.dim in dims and len(set(p.sections)) > 1 for p, dims in cuts)
+
+    return tuple(options) if not any(op.dynamic) else tuple(filter(holds, options))
 
 
 __all__ = ["REPLICATED_ON_PURPOSE", "TABLE", "OpRule", "options", "passing", "rule_of"]

@@ -244,7 +244,17 @@ class KindsOfModel:
         stands = _stand_ins(stages) if own else ()
         whole = (layers.count,)
         return MixedCandidate(
-            strategy, self.cluster, anchors, whole, Fraction(0), (first,), flat, found, more, few, stands
+            strategy,
+            self.cluster,
+            anchors,
+            whole,
+            Fraction(0),
+            (first,),
+            flat,
+            kinds=found,
+            more=more,
+            few=few,
+            stands=stands,
         )
 
     def _stages(self, strategy: Strategy, layers: Layers) -> list[_Stage]:

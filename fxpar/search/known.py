@@ -9,7 +9,7 @@ from functools import cached_property
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import FxparError
-from fxpar.ir.pipeline_graph import PipelineGraph
+from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
 from fxpar.search.kinds import KindsOfModel
 from fxpar.search.layer_list import Layers
@@ -81,7 +81,7 @@ class KnownModel:
 
     def _lowered(self, strategy: Strategy) -> Candidate | None:
         try:
-            one = self.mixed(strategy) or self._repeated(strategy)
+            one = self._rescheduled(strategy) or self.mixed(strategy) or self._repeated(strategy)
             one = one or candidate(self.lower, strategy, self.cluster, self.depth, self.anchors)
         except FxparError as error:
             self.refused[str(strategy)] = str(error)
@@ -90,6 +90,15 @@ class KnownModel:
             self.refused[one.name] = f"it takes only lengths that are multiples of {one.multiple}"
             return None
         return one
+
+    def _rescheduled(self, strategy: Strategy) -> Candidate | None:
+        """A pipeline of which all but its schedule is known: with one stage per rank programs are the same."""
+        plan = strategy.pipeline
+        alike = self._candidates.get(replace(strategy, pipeline=replace(plan, schedule="1f1b")))
+        if plan.schedule == "1f1b" or plan.virtual > 1 or type(alike) is not Candidate:
+            return None
+        programs = tuple(_under(program, plan.schedule) for program in alike.programs)
+        return replace(alike, strategy=strategy, programs=programs, alike=alike)
 
     @cached_property
     def _kinds(self) -> KindsOfModel:
@@ -154,3 +163,9 @@ class KnownModel:
         program = self.lower(of_few_stages(strategy, layers, each), FEW * each)
         assert isinstance(program, PipelineGraph)
         return repeated(program, strategy, layers, each)
+
+
+def _under(program: TrainGraph, schedule: str) -> TrainGraph:
+    """The same program, whose strategy has another schedule."""
+    strategy = program.strategy
+    return replace(program, strategy=replace(strategy, pipeline=replace(strategy.pipeline, schedule=schedule)))

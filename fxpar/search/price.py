@@ -20,17 +20,18 @@ from typing import Protocol
 
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.flowing import flowing_pace
-from fxpar.cost.group import NOMINAL_TOKENS, of_strategy, rank_costs
+from fxpar.cost.group import of_strategy, rank_costs
 from fxpar.cost.group_cost import Cost, GroupCost
 from fxpar.cost.link_bytes import ByReplica, LinkBytes, added, grown, sent_by_position
 from fxpar.cost.polynomial import Polynomial
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.memory import MemoryPrediction, RankMemory, memory_over_time, steady_micro_batches
+from fxpar.memory import RankMemory, memory_over_time, steady_micro_batches
 from fxpar.memory.pipeline import equal_positions
 from fxpar.passes.share_weights import ALIGN_BYTES
 from fxpar.schedule.mini_batch import Pace
 from fxpar.search.going_home import going_home, sent_home, staging_of
+from fxpar.search.spread import spread_layers
 
 Lower = Callable[[Strategy, int], TrainGraph]  # a strategy, layers of the model: its program for a store
 ADAM_BYTES = 16 + 12  # of fp32 that AdamW reads and writes for each parameter
@@ -244,13 +245,15 @@ def anchors_of(one: Priced) -> tuple[int, ...]:
 @dataclass
 class Candidate(Priced):
     """A strategy and its programs, one for each number of layers in `samples`. A pipeline whose stages between the
-    first and the last are all the same one has the strategy without stages as `flat`.
+    first and the last are all the same one has the strategy without stages as `flat`; one that differs from another in
+    its schedule alone has that as `alike`, whose programs, times of a micro-batch and reductions are its own.
     """
 
     samples: tuple[int, ...]
     steps: Fraction
     programs: tuple[TrainGraph, ...]
     flat: Candidate | None = None
+    alike: Candidate | None = None
     _samples: dict[int, list[list[Memory]]] = field(default_factory=dict, init=False)
 
     @property
@@ -264,6 +267,8 @@ class Candidate(Priced):
 
     @cached_property
     def by_position(self) -> Sequence[Polynomial]:
+        if self.alike is not None:
+            return self.alike.by_position
         if len(self.programs) == 1:
             return tuple(rank_costs(self.programs[0], self.cluster).values())
         return spread_layers(self._positions, self.steps * len(self._positions))
@@ -285,31 +290,52 @@ class Candidate(Priced):
 
     def predicted(self, tokens: int) -> Memory:
         """Of the position of a pipeline that is fullest with all layers: in a shallow model it may be another one."""
+        return max(self.positions(tokens), key=lambda one: one.peak_bytes)
+
+    def positions(self, tokens: int) -> list[Memory]:
+        """Of each position of a pipeline that is looked at, with all layers."""
+        return [self._grown(samples) for samples in zip(*self._sampled(tokens), strict=True)]
+
+    def at_position(self, position: int, tokens: int) -> Memory:
+        """Of one position of a pipeline, with all layers; no other one is looked at."""
+        found = [self._looked_at(program, tokens, (position,)) for program in self.programs]
+        return self._grown([one for (one,) in found])
+
+    def _grown(self, samples: Sequence[Memory]) -> Memory:
+        """With all layers, from the samples."""
         steps = float(math.ceil(self.steps) if self.strategy.pipeline_size > 1 else self.steps)
-        found = []
-        for position in zip(*self._sampled(tokens), strict=True):
-            # What a recomputation chooses may shrink from one sample to the next; more layers never take less.
-            samples = zip(*(sample.columns for sample in position), strict=True)
-            whole = Memory(*(round(extrapolated((one[0], max(one[0], one[-1])), steps)) for one in samples))
-            if len(self.programs) > 1:
-                staging = staging_of(whole.weight_bytes, self.programs, steps, self.cluster)
-                whole = replace(whole, staging_bytes=staging)
-            found.append(whole)
-        return max(found, key=lambda one: one.peak_bytes)
+        # What a recomputation chooses may shrink from one sample to the next; more layers never take less.
+        columns = ((one[0], max(one[0], one[-1])) for one in zip(*(one.columns for one in samples), strict=True))
+        found = Memory(*(round(extrapolated(column, steps)) for column in columns))
+        if len(self.programs) < 2:
+            return found
+        return replace(found, staging_bytes=staging_of(found.weight_bytes, self.programs, steps, self.cluster))
 
     def _sampled(self, tokens: int) -> list[list[Memory]]:
         """By sample, then by position of the pipeline that is looked at."""
         if tokens not in self._samples:
-            looked_at = None if self.flat is None else equal_positions(self.strategy.stages)
-            self._samples[tokens] = [
-                [self.memory_of(program, rank) for rank in self.over_time(program, tokens, looked_at, brief=True)]
-                for program in self.programs
-            ]
+            self._samples[tokens] = [self._looked_at(program, tokens, self.looked_at) for program in self.programs]
         return self._samples[tokens]
 
+    @property
+    def looked_at(self) -> tuple[int, ...] | None:
+        """Positions of a pipeline among which is the fullest; None: all."""
+        return None if self.flat is None else equal_positions(self.strategy.stages)
+
+    def _looked_at(self, program: TrainGraph, tokens: int, positions: Sequence[int] | None) -> list[Memory]:
+        return [self.memory_of(program, rank) for rank in self.over_time(program, tokens, positions, brief=True)]
+
     def memory_of(self, program: TrainGraph, rank: RankMemory) -> Memory:
-        """With what pads the parameters of a rank in its arena."""
-        return memory_of_rank(rank.prediction, ALIGN_BYTES * _params_of(program, rank.ranks[0]))
+        """With what pads the parameters of a rank in its arena, which weights lie in."""
+        one, padding_bytes = rank.prediction, ALIGN_BYTES * _params_of(program, rank.ranks[0])
+        return Memory(
+            home_bytes=one.master_bytes + one.home_gradient_bytes,
+            optimizer_bytes=one.optimizer_bytes,
+            weight_bytes=one.weight_bytes + padding_bytes,
+            step_bytes=one.step_bytes,
+            gradient_bytes=one.gradient_bytes,
+            staging_bytes=one.staging_bytes + one.sums_bytes,
+        )
 
     def over_time(
         self, program: TrainGraph, tokens: int, positions: Sequence[int] | None = None, brief: bool = False
@@ -323,6 +349,8 @@ class Candidate(Priced):
     @cached_property
     def reduce_s(self) -> float:
         """Seconds in which the gradients of a group go home."""
+        if self.alike is not None:
+            return self.alike.reduce_s
         seconds = [going_home(program, self.cluster).predicted_s for program in self.programs]
         return max(extrapolated(seconds, float(self.steps)), 0.0)
 
@@ -347,38 +375,10 @@ def _params_of(program: TrainGraph, rank: int) -> int:
     return sum(len(one.params()) for one in mine)
 
 
-def memory_of_rank(one: MemoryPrediction, padding_bytes: int) -> Memory:
-    """`padding_bytes` are those of the arena that weights lie in."""
-    return Memory(
-        home_bytes=one.master_bytes + one.home_gradient_bytes,
-        optimizer_bytes=one.optimizer_bytes,
-        weight_bytes=one.weight_bytes + padding_bytes,
-        step_bytes=one.step_bytes,
-        gradient_bytes=one.gradient_bytes,
-        staging_bytes=one.staging_bytes + one.sums_bytes,
-    )
-
-
 def optimizer_s(one: Priced, cluster: ClusterSpec) -> float:
     """Seconds of AdamW on a rank's share of the parameters, in fp32."""
     moved = one.stays.optimizer_bytes / MOMENTS_BYTES * ADAM_BYTES
     return moved / float(cluster.sustained.bytes_per_s)
-
-
-def spread_layers(positions: Sequence[tuple[Polynomial, Polynomial]], steps: Fraction) -> list[Polynomial]:
-    """Seconds of the positions of a pipeline; each has some, and so many more for each step that it takes over.
-
-    Every step goes to the position that is then the least slow one: no other choice has a faster slowest position.
-    """
-    taken = [Fraction(0)] * len(positions)
-    seconds = [[float(one.at(NOMINAL_TOKENS)) for one in pair] for pair in positions]
-    while steps > 0:
-        here = min(range(len(positions)), key=lambda i: sum(seconds[i]))
-        share = min(steps, Fraction(1))
-        taken[here] += share
-        seconds[here][0] += seconds[here][1] * float(share)
-        steps -= share
-    return [few + step * count for (few, step), count in zip(positions, taken, strict=True)]
 
 
 def candidate(

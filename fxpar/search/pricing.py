@@ -119,12 +119,12 @@ class SetPricer:
     def needs(self, chosen: Sequence[tuple[int, Priced]]) -> list[int]:
         """Bytes that each group of a set needs for one sequence of its limit."""
         weights = max(one.stays.weight_bytes for _, one in chosen)
-        found = [(one, one.memory(_least(limit, one))) for limit, one in chosen]
+        found = [(one, one.memory(least_tokens(limit, one))) for limit, one in chosen]
         return [m.stays_bytes + weights + m.beside_bytes + _beyond(one, chosen, False) for one, m in found]
 
     def _wanted(self, limit: int, one: Priced) -> tuple[int, int] | None:
         """The fewest tokens of a micro-batch, and the most that one could want; None if it holds no such sequence."""
-        least, said = _least(limit, one), largest_team(one.strategy).tokens
+        least, said = least_tokens(limit, one), largest_team(one.strategy).tokens
         if said:
             return None if said < least else (said, said)
         return least, max(least, self.largest) if self.packed else least
@@ -349,7 +349,7 @@ def guessed_border_s(one: Priced, cluster: ClusterSpec) -> float:
     return 2 * one.stays.weight_bytes / per_s if one.strategy.world > 1 else 0.0
 
 
-def _least(limit: int, one: Priced) -> int:
+def least_tokens(limit: int, one: Priced) -> int:
     """Tokens of a micro-batch with a sequence of the limit in each bin; of teams side by side that of the largest."""
     return limit * largest_team(one.strategy).bins
 

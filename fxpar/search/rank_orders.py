@@ -18,7 +18,7 @@ from itertools import permutations, product
 from typing import Any
 
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.ir.axes import REPLICAS, ROLE_AXES, STAGES
+from fxpar.ir.axes import EXPERTS, REPLICAS, ROLE_AXES, STAGES
 from fxpar.ir.mesh import Axes
 from fxpar.ir.pipeline_graph import TrainGraph
 from fxpar.ir.strategy import SINGLE, Strategy
@@ -44,8 +44,12 @@ MOST_SETS = 64  # of orders that are compared; else they are chosen for one stra
 
 
 def orders_of(strategy: Strategy, cluster: ClusterSpec) -> list[Strategy]:
-    """The strategy, then the same with its ranks in other orders. Blocks that are written one by one keep theirs."""
-    parts = None if strategy.blocks or strategy.digits else _split(strategy, cluster.devices_per_node)
+    """The strategy, then the same with its ranks in other orders. Blocks that are written one by one keep theirs, and
+    so do rules that spread experts, which want ranks in the order of these.
+    """
+    spread = any(axis == EXPERTS for rule in strategy.rules for axis, _ in rule.axes)
+    fixed = bool(strategy.blocks or strategy.digits or spread)
+    parts = None if fixed else _split(strategy, cluster.devices_per_node)
     if parts is None:
         return [strategy]
     found = {strategy: None}

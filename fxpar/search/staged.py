@@ -21,7 +21,8 @@ from fxpar.ir.strategy import Strategy
 from fxpar.schedule.mini_batch import Pace
 from fxpar.search.blends import ChangedFlat
 from fxpar.search.floors import Floor
-from fxpar.search.price import Candidate, Memory, Priced, spread_layers
+from fxpar.search.price import Candidate, Memory, Priced
+from fxpar.search.spread import spread_layers
 
 
 @dataclass

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from fxpar.cli.plan import ROUNDS, remarks
-from fxpar.cli.plan_verify import check_verify, kind_here, known_ids, other_devices, verdict, verified_json
+from fxpar.cli.plan_verify import check_verify, kind_here, other_devices, verdict, verified_json
+from fxpar.cli.plan_verify_rank import known_ids
 from fxpar.errors import MeasuredElsewhereError, PlanOptionError
 from fxpar.models.loaded import LoadedModel
 from fxpar.profiling.record import device_name

@@ -14,7 +14,7 @@ from fxpar import losses
 from fxpar.cost import calls
 from fxpar.cost.calls import NodeCost, busy_s, handed_on_s, node_costs
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.ops import SizesAt
+from fxpar.cost.ops import SizesAt, is_plain
 from fxpar.cost.polynomial import Polynomial, sent_bytes
 from fxpar.ir.graph import TensorMeta
 from fxpar.ir.node_meta import is_backward
@@ -64,12 +64,17 @@ def test_collectives_are_those_of_the_body():
 
 
 def test_calls_with_equal_operands_are_priced_once(monkeypatch):
-    """As each of them alone."""
-    lowered = program("tp4+sp")
-    found = node_costs(lowered, NODE)
-    monkeypatch.setattr(calls, "_looks", lambda node: None)
-    assert found == node_costs(lowered, NODE)
-    assert len({id(one.seconds) for one in found}) < len(found) / 2
+    """As each of them alone, also where programs of other strategies, and for other devices, were priced before."""
+    priced = [(program(name), cluster) for cluster in (NODE, on(**HALVES)) for name in ("tp4+sp", "dp4", "dp4+offload")]
+    found = [node_costs(*one) for one in priced]
+    called, work_out = [], calls._Walk._called
+    monkeypatch.setattr(calls._Walk, "_called", lambda walk, node: called.append(node.target) or work_out(walk, node))
+    assert node_costs(*priced[1]) == found[1]
+    assert called
+    assert not any(map(is_plain, called))
+    monkeypatch.setattr(calls, "is_plain", lambda target: False)
+    assert found == [node_costs(*one) for one in priced]
+    assert len({id(one.seconds) for one in found[0]}) < len(found[0]) / 2
 
 
 def test_copies_to_the_host_take_its_link():
@@ -110,12 +115,16 @@ def test_what_tells_products_apart():
     made += [graph.call_function(addmm, (c, c, c)), graph.call_function(torch.ops.aten.add.Tensor, (c, c))]
     for node in made:
         node.meta["tensor"] = TensorMeta((4, 4), torch.float32)
-    assert len({calls._looks(node) for node in made}) == len(made)
+
+    def looks(node: fx.Node) -> tuple:
+        return calls._looks(node, calls._Way.of(node.target))
+
+    assert len({looks(node) for node in made}) == len(made)
     again = graph.call_function(mm, (a, b))
     again.meta["tensor"] = TensorMeta((4, 4), torch.float32)
-    assert calls._looks(again) == calls._looks(made[0])
+    assert looks(again) == looks(made[0])
     attention = next(n for n in program("dp4").body.graph.nodes if n.target in ATTENTION)
-    assert calls._looks(attention) is None
+    assert not calls._Way.of(attention.target).is_plain
 
 
 def collectives(lowered: TrainGraph, cluster: ClusterSpec = NODE) -> list[NodeCost]:

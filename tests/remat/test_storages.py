@@ -67,9 +67,9 @@ def test_coordinates():
     assert last.of[piece] != last.of[x]
     assert first.of[columns] != first.of[x]
     others = [{"tp": 0}, {"tp": 3}]
-    assert trace_sized(graph, dims, {"tp": 0}, others).differ == ({"tp": 3},)
+    assert trace_sized(graph.nodes, dims, {"tp": 0}, others).differ == ({"tp": 3},)
     even = {dim_symbol("T"): 8}  # pieces lie elsewhere in x, which nothing asks for
-    assert not trace_sized(graph, even, {"tp": 0}, others).differ
+    assert not trace_sized(graph.nodes, even, {"tp": 0}, others).differ
 
 
 def test_every_op_of_the_models_runs_on_the_meta_device():
@@ -96,7 +96,7 @@ def test_storages_of_other_sizes_are_read_off_the_shapes():
     for program in (*programs, lower(llama().graph, "cp2.tp2+sp+remat(selective)")):
         graph, (T, *rest) = program.body.graph, program.dims
         few, many = ({T.symbol: size} | {dim.symbol: 2 for dim in rest} for size in (64, 4096))
-        found = trace_sized(graph, many, {}, ())
+        found = trace_sized(graph.nodes, many, {}, ())
         there = trace_storages(graph, few)
         assert found.nbytes(few) == there.nbytes != found.storages.nbytes
         assert found.storages.of == there.of
@@ -108,6 +108,6 @@ def test_storages_that_shapes_do_not_tell_are_traced_anew():
     kept = graph.call_function(aten.new_empty_strided.default, (x, [4], [8]))
     kept.meta["local"] = TensorMeta((4,), torch.float32)
     graph.output((kept,))
-    found = trace_sized(graph, {dim_symbol("T"): 4}, {}, ())
+    found = trace_sized(graph.nodes, {dim_symbol("T"): 4}, {}, ())
     assert found.storages.nbytes == (96, 100)
     assert found.nbytes({dim_symbol("T"): 8}) is None

@@ -14,7 +14,7 @@ from fxpar.batching import LengthGroup, plan_batch
 from fxpar.batching.lengths import LengthLimits
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.device import CPU
-from fxpar.errors import NoCandidateError, SequenceFitsNowhereError
+from fxpar.errors import NoCandidateError, NotYetError, SequenceFitsNowhereError
 from fxpar.ir.strategy import Strategy
 from fxpar.memory import predict_memory, steady_micro_batches
 from fxpar.models import load
@@ -230,14 +230,12 @@ def test_nothing_fits():
 def test_the_best_single_strategy_is_the_plan_where_no_ranked_set_fits(monkeypatch):
     """Memory for it alone, and none for the weights and messages of any other beside it."""
     ranked = driver.ranked_sets
-    monkeypatch.setattr(driver, "ranked_sets", lambda *given: ranked(*given) if given[-1] == 1 else [])
+    monkeypatch.setattr(driver, "ranked_sets", lambda *given: ranked(*given) if given[3] == 1 else [])
     found = plan_of(problem())
     assert found.plans == (found.best_static,)
 
 
 def test_a_model_that_runs_under_nothing():
-    from fxpar.errors import NotYetError
-
     def refuse(strategy: Strategy, layers: int):
         raise NotYetError("this", "that")
 

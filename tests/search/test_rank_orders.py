@@ -44,7 +44,7 @@ def test_orders():
     assert texts("dp2.pp2.tp2", TWO_NODES) == ["dp2.pp2.tp2", "pp2.tp2.dp2"]
     assert texts("dp2.cp2.tp2", TWO_NODES) == ["dp2.cp2.tp2", "dp2.tp2.cp2"]
     assert texts("cp4.tp2[*.ffn: tp8]", ONE_NODE) == ["cp4.tp2[*.ffn: tp8]", "cp2.tp2.cp2[*.ffn: tp8]"]
-    for alone in ("tp8", "dp8+zero3", "tp4 > tp4", "dp4 | tp4", "dp2.tp2.dp2", "dp1"):
+    for alone in ("tp8", "dp8+zero3", "tp4 > tp4", "dp4 | tp4", "dp2.tp2.dp2", "dp1", "cp4.tp2[*.experts: ep8]"):
         assert texts(alone, ONE_NODE) == [alone]
 
 

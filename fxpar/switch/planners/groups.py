@@ -49,10 +49,9 @@ def by_node(problem: SwitchProblem, holders: np.ndarray, receivers: np.ndarray) 
     """One group per (slice, node) with receivers, among the holders there; both tables are [slices, ranks]."""
     width, slices = problem.cluster.devices_per_node, len(holders)
     last = problem.nodes * width - problem.world  # devices of the last node that have no rank
-    tables = (
-        np.pad(table, ((0, 0), (0, last))).reshape(slices, problem.nodes, width) for table in (holders, receivers)
-    )
-    return _form(*tables)
+    if last:
+        holders, receivers = (np.pad(table, ((0, 0), (0, last))) for table in (holders, receivers))
+    return _form(*(table.reshape(slices, problem.nodes, width) for table in (holders, receivers)))
 
 
 def _form(holders: np.ndarray, receivers: np.ndarray) -> list[Groups]:
@@ -64,19 +63,19 @@ def _form(holders: np.ndarray, receivers: np.ndarray) -> list[Groups]:
     levels = _levels(holders & wanted[:, :, None])
     first = (parts * holders.shape[2])[:, None]
     holders, receivers = holders[slices, parts], receivers[slices, parts]
-    key = np.stack([levels[slices, parts], holders.sum(1), receivers.sum(1)])
-    kinds, which = np.unique(key, axis=1, return_inverse=True)
+    base = holders.shape[1] + 1  # one number for level, holders and receivers
+    key = (levels[slices, parts] * base + holders.sum(1)) * base + receivers.sum(1)
     found = []
-    for number, (_, size, count) in enumerate(kinds.T.tolist()):
-        chosen = np.flatnonzero(which == number)
+    for kind in np.unique(key).tolist():
+        chosen = np.flatnonzero(key == kind)
         found.append(
             Groups(
                 slices[chosen],
-                np.nonzero(holders[chosen])[1].reshape(-1, size) + first[chosen],
-                np.nonzero(receivers[chosen])[1].reshape(-1, count) + first[chosen],
+                np.nonzero(holders[chosen])[1].reshape(-1, kind // base % base) + first[chosen],
+                np.nonzero(receivers[chosen])[1].reshape(-1, kind % base) + first[chosen],
             )
         )
-    return found  # by level, as `kinds` is sorted: arrays of one level are in a row
+    return found  # by level, as kinds are sorted: arrays of one level are in a row
 
 
 def _levels(holders: np.ndarray) -> np.ndarray:
