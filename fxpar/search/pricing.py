@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fxpar.batching import BatchPlan, GroupPlan, LengthGroup, RunTime, plan_batch
-from fxpar.batching.borders import Borders, by_strategy, overlap_pays, side_by_side
+from fxpar.batching.borders import Borders, by_strategy, overlap_pays
 from fxpar.batching.planner import BorderSeconds, KnownLoads, least_batch_s
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.group import simulated_s
@@ -18,7 +18,7 @@ from fxpar.search.price import Depth, Priced
 from fxpar.search.reductions import SetReductions, accumulator_bytes, accumulators_of
 from fxpar.search.sets import DIFFERENT
 from fxpar.search.switching import ModelSwitches, Outlines, SetSwitches
-from fxpar.search.traffic import SetTraffic, lowered
+from fxpar.search.traffic import SetTraffic, lowered, orders_of
 
 
 @dataclass(frozen=True)
@@ -207,11 +207,14 @@ class SetPricer:
                 break
         return found
 
-    def _border_s(self, chosen: Sequence[tuple[int, Priced]], switching: SetSwitches, overlap: bool) -> BorderSeconds:
-        """What borders of a set add to a mini-batch."""
+    def _borders(self, chosen: Sequence[tuple[int, Priced]], switching: SetSwitches, overlap: bool) -> Borders:
         unique = {one.name: one for _, one in chosen}
         flowing = {name: one.pace for name, one in unique.items() if one.pace is not None}
-        borders, names = Borders(switching, SetReductions.of(unique), overlap, flowing), [one.name for _, one in chosen]
+        return Borders(switching, SetReductions.of(unique), overlap, flowing)
+
+    def _border_s(self, chosen: Sequence[tuple[int, Priced]], switching: SetSwitches, overlap: bool) -> BorderSeconds:
+        """What borders of a set add to a mini-batch."""
+        borders, names = self._borders(chosen, switching, overlap), [one.name for _, one in chosen]
 
         def border_s(running: Sequence[int], runs: Sequence[RunTime]) -> float:
             together = by_strategy([names[g] for g in running], runs)
@@ -258,8 +261,8 @@ class SetPricer:
         if count < len(self.batches):
             return None
         switch_s = reduce_s = 0.0
-        for plan in plans:
-            order = side_by_side(switching.order({names[g] for g in plan.order}), reductions)
+        orders = orders_of(self._borders(chosen, switching, overlap), switching, names, plans)
+        for order in orders:
             switch_s += sum(switching.predicted_s(name, order[:i]) for i, name in enumerate(order)) / count
             reduce_s += sum(map(reductions.predicted_s, reductions.leaving(order))) / count
         total = sum(plan.predicted_s for plan in plans) / count
@@ -270,9 +273,9 @@ class SetPricer:
             switch_s=switch_s,
             reduce_s=reduce_s,
             optimizer_s=self.optimizer_s,
-            memory_parts=self._memory(chosen, groups, weights if kept else 0, overlap),
+            memory_parts=self._memory(chosen, groups, weights if kept else 0, overlap, settle),
             optimizer_bytes=max(one.stays.optimizer_bytes for _, one in chosen),
-            traffic=SetTraffic(lowered(chosen), self.batches, plans, switching, reductions) if settle else None,
+            traffic=SetTraffic(lowered(chosen), self.batches, plans, switching, reductions, orders) if settle else None,
         )
 
     def _run_s(
@@ -312,12 +315,15 @@ class SetPricer:
         groups: Sequence[LengthGroup],
         held: int,
         overlap: bool,
+        settle: bool,
     ) -> dict[str, dict[str, int]]:
-        """Parts, by strategy; `held` are the weights of all side by side, 0 where they take turns."""
+        """Parts, by strategy; `held` are the weights of all side by side, 0 where they take turns; `settle` as for
+        `groups`.
+        """
         held = held or max(one.stays.weight_bytes for _, one in chosen)
         found: dict[str, dict[str, int]] = {}
         for group, (_, one) in zip(groups, chosen, strict=True):
-            memory = one.memory(group.token_budget)
+            memory = (one.at if settle else one.memory)(group.token_budget)
             parts = {
                 "home": memory.home_bytes,
                 "optimizer": memory.optimizer_bytes,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
-from fxpar.batching import BatchPlan, GroupPlan
-from fxpar.batching.borders import side_by_side
+from fxpar.batching import BatchPlan, GroupPlan, RunTime
+from fxpar.batching.borders import Borders, by_strategy
 from fxpar.cost.link_bytes import LinkBytes
 from fxpar.search.price import Lowered, Priced
 from fxpar.search.reductions import SetReductions
@@ -17,8 +17,8 @@ from fxpar.search.switching import SetSwitches
 
 @dataclass(frozen=True, eq=False)
 class SetTraffic:
-    """Of the strategies `chosen`, one for each group, in the planned `batches`: bytes that all ranks send, counted when
-    asked for.
+    """Of the strategies `chosen`, one for each group, in the planned `batches`, which run strategies in these `orders`:
+    bytes that all ranks send, counted when asked for.
     """
 
     chosen: Sequence[Lowered]
@@ -26,6 +26,7 @@ class SetTraffic:
     plans: Sequence[BatchPlan]
     switching: SetSwitches
     gradients: SetReductions
+    orders: Sequence[tuple[str, ...]]
 
     @cached_property
     def groups(self) -> tuple[LinkBytes, ...]:
@@ -39,14 +40,14 @@ class SetTraffic:
     @cached_property
     def switches(self) -> LinkBytes:
         return self._mean(
-            self.switching.sent(name, order[:number]) for order in self._orders() for number, name in enumerate(order)
+            self.switching.sent(name, order[:number]) for order in self.orders for number, name in enumerate(order)
         )
 
     @cached_property
     def reductions(self) -> LinkBytes:
         """Gradients on their way home."""
         reduced = {one.name: one.reduced for one in self.chosen}
-        return self._mean(reduced[name] for order in self._orders() for name in self.gradients.leaving(order))
+        return self._mean(reduced[name] for order in self.orders for name in self.gradients.leaving(order))
 
     @property
     def micro_batches(self) -> LinkBytes:
@@ -81,12 +82,6 @@ class SetTraffic:
             total += sent.over(()) * max(0, longest - len(replica))
         return total
 
-    def _orders(self) -> Iterator[tuple[str, ...]]:
-        """The strategies of each mini-batch as they run."""
-        for plan in self.plans:
-            order = self.switching.order({self.chosen[number].name for number in plan.order})
-            yield side_by_side(order, self.gradients)
-
     def _mean(self, parts: Iterator[LinkBytes]) -> LinkBytes:
         return sum(parts, LinkBytes()) * (1 / len(self.plans))
 
@@ -96,4 +91,16 @@ def lowered(chosen: Sequence[tuple[int, Priced]]) -> list[Lowered]:
     return [cast(Lowered, one) for _, one in chosen]
 
 
-__all__ = ["SetTraffic", "lowered"]
+def orders_of(
+    borders: Borders, switching: SetSwitches, names: Sequence[str], plans: Sequence[BatchPlan]
+) -> list[tuple[str, ...]]:
+    """The strategies of each mini-batch as an engine runs them; `names` are those of the groups."""
+    found = []
+    for plan in plans:
+        runs = [RunTime(group.predicted_s, group.slots) for group in plan.groups]
+        together = by_strategy([names[group.group] for group in plan.groups], runs)
+        found.append(borders.fastest(switching.order(list(together)), together))
+    return found
+
+
+__all__ = ["SetTraffic", "lowered", "orders_of"]

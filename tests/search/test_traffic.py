@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 
-from fxpar.batching import BatchPlan, GroupPlan
+from fxpar.batching import BatchPlan, GroupPlan, RunTime
+from fxpar.batching.borders import Borders
 from fxpar.ir.strategy import Strategy
 from fxpar.search.pricing import PricedSet, SetPricer
-from fxpar.search.traffic import SetTraffic
+from fxpar.search.traffic import SetTraffic, orders_of
 from fxpar.search.variants import without_idle
 from fxpar.store import home_of
 from fxpar.switch import layout_of
@@ -67,16 +69,30 @@ def test_gradients_go_to_the_other_node_once() -> None:
     # Two groups of a mini-batch add to the same gradients.
     alike = traffic((64, "dp2.tp2"), (512, "dp2.tp2+remat"))
     both = BatchPlan((GroupPlan(0, (), 0.0), GroupPlan(1, (), 0.0)))
-    assert replace(alike, plans=[both]).reductions.inter_node == PARAMS * FP32
+    assert replace(alike, plans=[both], orders=[("dp2.tp2", "dp2.tp2+remat")]).reductions.inter_node == PARAMS * FP32
+
+
+def test_what_overlaps_is_sent_in_the_order_in_which_an_engine_runs_it() -> None:
+    """It may keep apart groups that would add to the same gradients, where reductions hide behind groups."""
+    found = traffic((64, "dp2.tp2"), (256, "dp4"), (512, "dp2.tp2+remat"))
+    names, reduced = [one.name for one in found.chosen], [one.reduced.inter_node for one in found.chosen]
+    plan = BatchPlan(tuple(GroupPlan(number, ((),), 0.01) for number in range(3)))
+    for overlap, inter_node in ((True, sum(reduced)), (False, sum(reduced[1:]))):
+        borders = Borders(found.switching, found.gradients, overlap)
+        (order,) = orders = orders_of(borders, found.switching, names, [plan])
+        runs = dict.fromkeys(names, RunTime(0.01, 1))
+        least = min(borders.exposed_s(one, runs) for one in permutations(names))
+        assert borders.exposed_s(order, runs) == least
+        assert replace(found, plans=[plan], orders=orders).reductions.inter_node == inter_node
 
 
 def test_switches_of_a_set_are_those_that_an_engine_plans() -> None:
     """In a mini-batch that runs both."""
     found = traffic((64, "dp2.pp2"), (512, "dp2.tp2"))
-    found = replace(found, plans=[BatchPlan((GroupPlan(0, (), 0.0), GroupPlan(1, (), 0.0)))])
+    order = found.switching.order(["dp2.pp2", "dp2.tp2"])
+    found = replace(found, plans=[BatchPlan((GroupPlan(0, (), 0.0), GroupPlan(1, (), 0.0)))], orders=[order])
     layouts = {name: layout_of(lowered(Strategy.parse(name), 2), name) for name in ("dp2.pp2", "dp2.tp2")}
     alone = SwitchSchedule(layouts, home_of(layouts["dp2.tp2"])[1], NODES, resident=layouts)
-    order = found.switching.order(layouts)
     hops = [alone.plan(name, order[:number]) for number, name in enumerate(order)]
     assert all(hop.inter_node_bytes for hop in hops)
     assert found.switches.intra_node == sum(hop.intra_node_bytes for hop in hops)
