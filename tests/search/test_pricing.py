@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from fxpar.ir.strategy import Strategy
 from fxpar.search.doubt import Doubt
 from fxpar.search.driver import _Search
-from tests.search.test_driver import known, problem
+from fxpar.search.pricing import SetPricer
+from tests.search.test_driver import known, outlined, problem
+from tests.search.test_traffic import NODES
 
 
 def test_a_set_is_given_up_where_it_is_sure_to_be_slower():
@@ -36,3 +39,13 @@ def test_what_is_given_up_may_be_asked_again():
     priced = search._price(groups)
     assert search.given_up[groups] <= priced.predicted_s
     assert search.given_up[groups] > 0.9 * priced.predicted_s
+
+
+def test_a_set_that_has_settled_says_the_memory_of_its_very_budgets():
+    """Between anchors it may lie above the straight line: of halves of a backward other ones are largest there."""
+    model = known(NODES)
+    one = model.candidate(Strategy.parse("dp2.pp2+zb_h1"), lambda _: None)
+    pricer = SetPricer(NODES, model.depth, outlined, ((512, 512),), 7_400_000, switches=model.switches)
+    settled = pricer.price([(512, one)], settle=True)
+    (group,), (parts,) = settled.groups, settled.memory_parts.values()
+    assert parts["micro_batch"] == one.at(group.token_budget).step_bytes > one.memory(group.token_budget).step_bytes
