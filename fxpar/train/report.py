@@ -23,6 +23,7 @@ from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
 from fxpar.memory.state import bytes_at_home
 from fxpar.runtime.session import Session, SessionTask
 from fxpar.runtime.spans import GroupRun
+from fxpar.schedule.mini_batch import GroupAction
 from fxpar.train.metrics import METRICS
 from fxpar.train.session import TrainSession
 from fxpar.train.traces import StepSpans, gathered
@@ -103,26 +104,27 @@ def _shown(fxpar: Session, insides: Mapping[str, Inside], ranks: Sequence[StepSp
     engine, store, waves = fxpar.engine, fxpar.store, ranks[0].waves
     planned: list[Planned] = []
     visited: list[str] = []
-    for run in ranks[0].groups:
-        name = run.strategy
-        filled = engine.switching.is_filled(name, visited)
-        switch, reduction = engine.switching.schedule.plan(name, visited), engine.gradients.plan(name)
+    names, switching = [run.strategy for run in ranks[0].groups], engine.switching
+    order = None if waves else schedule_of(names, switching.resident, engine.options.overlap, engine.gradients)
+    for number, run in enumerate(ranks[0].groups):
+        name, leaves = run.strategy, order is None or GroupAction("reduce", number) in order.actions
+        filled = switching.is_filled(name, visited)
+        switch, reduction = switching.schedule.plan(name, visited), engine.gradients.plan(name)
         group = StepGroup(
             f"≤ {run.limit:,}",
             name,
             run.micro_batches,
             0 if filled else switch.intra_node_bytes + switch.inter_node_bytes,
-            reduction.intra_node_bytes + reduction.inter_node_bytes,
+            reduction.intra_node_bytes + reduction.inter_node_bytes if leaves else 0,
         )
-        switch_ms = 1e3 * engine.switching.predicted_s(name, visited)
-        planned.append(Planned(group, insides[name], switch_ms, 1e3 * reduction.predicted_s))
+        switch_ms = 1e3 * switching.predicted_s(name, visited)
+        planned.append(Planned(group, insides[name], switch_ms, 1e3 * reduction.predicted_s if leaves else 0.0))
         visited.append(name)
     programs = [insides[one.group.strategy].program for one in planned]
     optimizer_ms = adam_ms(bytes_at_home(store.home, store.trained), engine.cluster)
     if waves:
         predicted = predict_step(planned, len(ranks), optimizer_ms, waves=waves)
     else:
-        order = schedule_of(visited, engine.switching.resident, engine.options.overlap, engine.gradients)
         flowing = {name: pace for one in fxpar.tasks.values() for name, pace in one.engine.flowing().items()}
         predicted = predict_step(planned, len(ranks), optimizer_ms, order, flowing)
     measured = measured_step(predicted.groups, [one.spans for one in ranks], programs)

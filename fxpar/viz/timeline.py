@@ -14,7 +14,7 @@ from fxpar.store import home_layout, param_specs, wire_layout
 from fxpar.switch import ParamLayout, layout_of
 from fxpar.switch.node_first import cheapest_cost
 from fxpar.switch.order import SwitchSchedule
-from fxpar.switch.terms import gradient_placements
+from fxpar.switch.terms import accumulators_of, gradient_placements
 from fxpar.viz.inside import Inside
 from fxpar.viz.step import Planned, StepGroup, StepTimeline, predict_step
 from fxpar.viz.viewed import Viewed
@@ -84,7 +84,9 @@ def _title(views: Sequence[Viewed]) -> str:
 
 
 def predicted_step(views: Sequence[Viewed], insides: Mapping[str, Inside]) -> StepTimeline:
-    """A step in which each view's micro-batches are a group, in the given order, with switches from the home layout."""
+    """A step in which each view's micro-batches are a group, in the given order, with switches from the home layout.
+    Gradients leave once where the next group adds to the same ones.
+    """
     programs = {view.strategy: program_of(view) for view in views}
     world = views[0].graph.strategy.world
     specs = param_specs(next(iter(programs.values())))
@@ -93,8 +95,10 @@ def predicted_step(views: Sequence[Viewed], insides: Mapping[str, Inside]) -> St
     cluster = insides[views[0].strategy].cluster
     schedule = SwitchSchedule(layouts, wire_layout(home, specs), cluster, resident=tuple(programs))
     planned, visited = [], []
-    for view in views:
+    accumulators = [accumulators_of(programs[view.strategy]) for view in views]
+    for number, view in enumerate(views):
         program = programs[view.strategy]
+        passed_on = accumulators[number] in accumulators[number + 1 : number + 2] and accumulators[number] is not None
         switch = schedule.plan(view.strategy, visited)
         placements = gradient_placements(program)
         trained = ParamLayout("home", world, {fqn: home.params[fqn] for fqn in placements})
@@ -105,11 +109,11 @@ def predicted_step(views: Sequence[Viewed], insides: Mapping[str, Inside]) -> St
             view.strategy,
             ((sequences.lengths,) * view.runs,) * program.strategy.replicas,
             switch.intra_node_bytes + switch.inter_node_bytes,
-            reduction.intra_node_bytes + reduction.inter_node_bytes,
+            0 if passed_on else reduction.intra_node_bytes + reduction.inter_node_bytes,
             sequences.rows,
         )
-        one = Planned(group, insides[view.strategy], switch.predicted_s * 1e3, reduction.predicted_s * 1e3)
-        planned.append(one)
+        reduce_ms = 0.0 if passed_on else reduction.predicted_s * 1e3
+        planned.append(Planned(group, insides[view.strategy], switch.predicted_s * 1e3, reduce_ms))
         visited.append(view.strategy)
     return predict_step(planned, world, optimizer_ms(next(iter(programs.values())), cluster))
 

@@ -18,7 +18,7 @@ from fxpar.schedule import Costs, schedule, simulate
 from fxpar.schedule.mini_batch import Pace, blocking, overlapped, pace_of
 from fxpar.viz.inside import ACTION_PARTS, Inside, block_of
 from fxpar.viz.step import Lane, Planned, StepGroup, predict_step
-from fxpar.viz.timeline import timeline_section
+from fxpar.viz.timeline import predicted_step, timeline_section
 from tests.captured import llama
 from tests.viz.steps import CLUSTER, inside, planned, predicted, program, shown_step, step_groups, views
 
@@ -30,6 +30,14 @@ def lanes_of(timeline):
 
 def test_borders_that_block_are_the_default():
     assert predicted(blocking(3)) == predicted()
+
+
+def test_gradients_leave_once_where_groups_add_to_the_same():
+    strategies = "dp2.tp2+sp", "dp2.tp2+sp+remat", "dp4+zero2"
+    found = predicted_step(views(*strategies), {one: inside(one) for one in strategies})
+    first, second, _ = found.groups
+    assert first.reduce_bytes == 0 < second.reduce_bytes
+    assert {span.group for span in found.spans if span.kind == "reduce"} == {1, 2}
 
 
 @pytest.mark.parametrize("border_ms", [1e-3, 50.0])
