@@ -42,6 +42,22 @@ def test_a_mini_batch():
         assert torch.allclose(grad, twice["grads"][name], rtol=1e-10, atol=1e-13)
 
 
+def test_gradients_that_are_begun_are_added_to_where_they_are(monkeypatch):
+    """No others are made meanwhile: that would be as much memory again."""
+    captured, bound = bound_one()
+    bound.run(captured.batches[0], 0.5)
+    once = {name: value.clone() for name, value in bound.finish()["grads"].items()}
+    begun, made = {name: value.clone() for name, value in once.items()}, []
+    nothing = bound.nothing
+    monkeypatch.setattr(bound, "nothing", lambda node: made.append(nothing(node)) or made[-1])
+    bound.prepare(captured.params, captured.buffers, begun=begun)
+    assert sum(value.numel() for value in made) == 1  # the loss
+    bound.run(captured.batches[0], 0.5)
+    for name, value in bound.finish()["grads"].items():
+        assert value.data_ptr() == begun[name].data_ptr()
+        assert torch.allclose(value, 2 * once[name], rtol=1e-10, atol=1e-13)
+
+
 class Slopes(nn.Module):
     """Gradients that are an expanded number, and one piece of memory for two parameters."""
 
