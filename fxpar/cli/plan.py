@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -123,7 +124,7 @@ def _run(request: PlanRequest) -> None:
             elsewhere = other_devices(request.cluster, cluster.world)
     fastest = order_of([run.measured_s for run in runs])[0] if runs else 0
     if request.output is not None:
-        said = [*remarks(found, request.output, sets[fastest]), *_measured(runs, fastest), *elsewhere]
+        said = [*remarks(found, request.output, sets[fastest], request.cluster), *_measured(runs, fastest), *elsewhere]
         write_output(request.output, planned.plan(found, sets[fastest]).to_toml(said))
     notes += elsewhere
     show_notes(notes)
@@ -204,13 +205,17 @@ def _cluster(request: PlanRequest) -> ClusterSpec:
     return cluster
 
 
-def remarks(found: Found, path: str, plan: PricedSet) -> list[str]:
-    """Comments of a plan file: what a plan is predicted to win, and how to train with it."""
+def remarks(found: Found, path: str, plan: PricedSet, cluster: str | None) -> list[str]:
+    """Comments of a plan file: what a plan is predicted to win, and how to train with it, priced for the same cluster
+    (a file or a name; None: usual devices).
+    """
     static = found.best_static
     speedup = static.predicted_s / plan.predicted_s
     faster = f"predicted: {speedup:.2f} times as fast as the best single strategy, {static.strategies[0]}"
     alone = f"predicted: no set of strategies is faster than {static.strategies[0]} alone"
-    use = f"train with it: fxpar train run.toml --plan {path}"
+    use = f"train with it: fxpar train run.toml --plan {shlex.quote(path)}"
+    if cluster is not None:
+        use += f" --set {shlex.quote(f'engine.cluster={cluster}')}"
     slower = f"predicted: {1 / speedup:.2f} times as long as {static.strategies[0]}, the best single strategy"
     said = faster if len(plan.strategies) > 1 else alone if plan.strategies == static.strategies else slower
     return [said, use]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fxpar.cli.console import INTERRUPTED, stderr_console, stdout_console
+from fxpar.cli.console import INTERRUPTED, show_notes, stderr_console, stdout_console
 from fxpar.cli.names import EXAMPLE_NAMES
 from fxpar.cli.request import check_output, write_output
 from fxpar.cli.run_commands import TrainRequest
@@ -44,7 +44,12 @@ def run_train(request: TrainRequest) -> None:
     from fxpar.train.rank import SUMMARY, Job
 
     check_output(request.json)
-    plan = None if request.plan is None else (request.plan, read_plan(request.plan).to_toml())
+    plan = None
+    if request.plan is not None:
+        read = read_plan(request.plan)
+        plan = (request.plan, read.to_toml())
+        if os.environ.get("RANK", "0") == "0":
+            show_notes(read.other_batches(request.plan, config.data.batch_tokens))
     job = Job(config, compare, plan)
     with _stdout_on_stderr() if request.json == "-" else nullcontext():
         interrupted = _as_rank(job) if _is_rank() else _locally(job, request)

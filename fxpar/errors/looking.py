@@ -34,12 +34,17 @@ class UnknownModelError(FxparError):
 
 
 def _of_run(path: str) -> str:
-    """How to look at the model of a run, whose configuration was given in its place."""
+    """How to look at the model of a run or a plan, whose file was given in its place."""
     say = "; a TOML file is the configuration of a run, for fxpar train (one with [task.NAME] for fxpar tasks plan too)"
     try:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        model, options = tables["model"]["name"], tables["model"].get("options", {})
-        words = shlex.join([model, *(word for key, value in options.items() for word in ("--set", f"{key}={value}"))])
+        if "fxpar_plan" in tables:
+            say = "; it is a plan, for fxpar train --plan and fxpar viz"
+            model, options = tables["model"], tables.get("options", [])
+        else:
+            model, table = tables["model"]["name"], tables["model"].get("options", {})
+            options = [f"{key}={value}" for key, value in table.items()]
+        words = shlex.join([model, *(word for option in options for word in ("--set", option))])
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return f"{say}. Write the name of the model."
     if "task" in tables:

@@ -70,6 +70,13 @@ class Plan:
             found.append(f"engine.memory_budget_bytes={self.memory_budget_bytes}")
         return found
 
+    def other_batches(self, path: str, batch_tokens: int | None) -> list[str]:
+        """A note if the mini-batches of a run have other tokens than those that the plan at `path` was made for."""
+        if batch_tokens in (None, self.tokens_per_step):
+            return []
+        planned = f"plan {path!r} is for mini-batches of {self.tokens_per_step:,} tokens"
+        return [f"{planned}, and data.batch_tokens is {batch_tokens:,}: another set may be faster"]
+
     def check_module(self, path: str, parameters: int, world: int | None) -> None:
         """Raise PlanFileError if it is for a model with another number of parameters, or for other ranks (None: any).
         `path` names the plan.

@@ -73,8 +73,18 @@ def test_a_plan_that_is_not_predicted_best_says_so():
     """It is written where it was measured fastest."""
     best, other = (SimpleNamespace(predicted_s=s, strategies=(name,)) for s, name in ((1.0, "dp2"), (1.25, "cp2")))
     found = SimpleNamespace(best_static=best, plans=[best, other])
-    assert remarks(found, "plan.toml", best)[0] == "predicted: no set of strategies is faster than dp2 alone"
-    assert remarks(found, "plan.toml", other)[0] == "predicted: 1.25 times as long as dp2, the best single strategy"
+    assert remarks(found, "plan.toml", best, None)[0] == "predicted: no set of strategies is faster than dp2 alone"
+    slower = "predicted: 1.25 times as long as dp2, the best single strategy"
+    assert remarks(found, "plan.toml", other, None)[0] == slower
+
+
+def test_a_plan_says_how_to_train_at_the_prices_it_was_made_for():
+    """Without the cluster a run predicts for usual devices, and plans anew as if the plan had been wrong."""
+    best = SimpleNamespace(predicted_s=1.0, strategies=("dp2",))
+    found = SimpleNamespace(best_static=best, plans=[best])
+    use = "train with it: fxpar train run.toml --plan plan.toml"
+    assert remarks(found, "plan.toml", best, None)[1] == use
+    assert remarks(found, "plan.toml", best, "here.json")[1] == use + " --set engine.cluster=here.json"
 
 
 def test_ids_are_those_of_the_model():

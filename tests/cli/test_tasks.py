@@ -353,9 +353,11 @@ def test_the_configuration_of_a_run_is_planned(of_model, capsys):
     Path("one.toml").write_text(f'{one}[strategies]\n8 = "dp1"')
     with pytest.raises(TasksFileError, match=r"this run has one loss\. Plan it with fxpar plan"):
         read_run_tasks("one.toml", None, 8)
+    Path("plan.toml").write_text('fxpar_plan = 1\nmodel = "gpt"\noptions = ["dim=8"]')
     for file, told in (
         ("one.toml", "Write its model: llama --set dim=8. Built-in"),
         ("run.toml", "Write FILE.py:FUNC"),
+        ("plan.toml", "it is a plan, for fxpar train --plan and fxpar viz. Write its model: gpt --set dim=8. Built-in"),
     ):
         assert told in fxpar("memory", file, "-s", "dp1")[2]
     assert "it is the configuration of a run, not a plan. Name a file" in fxpar("viz", "one.toml", "-o", "x.html")[2]

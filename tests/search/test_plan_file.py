@@ -157,3 +157,10 @@ def test_a_model_without_a_name_is_told_by_its_parameters():
 def test_it_cannot_be_read(tmp_path):
     with pytest.raises(PlanFileError, match="cannot be read"):
         read_plan(str(tmp_path / "none.toml"))
+
+
+def test_mini_batches_of_another_size_are_noted():
+    plan = Plan("llama", 2, 4096, (PlanGroup(8, "dp2", 8),))
+    assert plan.other_batches("p.toml", 4096) == plan.other_batches("p.toml", None) == []
+    (note,) = plan.other_batches("p.toml", 2048)
+    assert "'p.toml' is for mini-batches of 4,096 tokens, and data.batch_tokens is 2,048" in note
