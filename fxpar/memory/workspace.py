@@ -30,10 +30,13 @@ _FLASH_KEYS = 512  # keys per block of ATen's CPU flash attention
 
 @dataclass(frozen=True)
 class Conditions:
-    """Under which kernels run: threads of a rank, and tokens of the longest document if that is shorter than a row."""
+    """Under which kernels run: threads of a rank, and tokens of the longest document if that is shorter than a row.
+    `several`: rows have several documents, nobody knows how long.
+    """
 
     threads: int = 1
     longest: int | None = None
+    several: bool = False
 
 
 def workspace_bytes(node: fx.Node, dims: Mapping[sympy.Symbol, int], conditions: Conditions) -> int:
@@ -89,9 +92,10 @@ def _attention_bytes(node: fx.Node, shape: Sizes, given: Conditions, first: int)
     backward = first == 1
     ids, mask, _, window, _, softcap, *_ = args[DOCUMENTS_AT[node.target] :]
     whole, pieces = q[2], 0
-    if ids is not None and given.longest is not None and given.longest < whole:
+    longest = whole - 1 if given.several else given.longest
+    if ids is not None and longest is not None and longest < whole:
         # One document at a time, the results in tensors of their own.
-        q, k, v = ((*x[:2], given.longest, x[3]) for x in (q, k, v))
+        q, k, v = ((*x[:2], longest, x[3]) for x in (q, k, v))
         pieces = math.prod(q) + (math.prod(k) + math.prod(v) if backward else 0)
     if mask is not None or softcap or 0 < window < k[2]:
         own_bytes = _block_elements(q, k, v, window, bool(softcap), backward) * wide

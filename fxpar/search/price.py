@@ -26,7 +26,7 @@ from fxpar.cost.link_bytes import ByReplica, LinkBytes, added, grown, sent_by_po
 from fxpar.cost.polynomial import Polynomial
 from fxpar.ir.pipeline_graph import PipelineGraph, TrainGraph
 from fxpar.ir.strategy import Strategy
-from fxpar.memory import RankMemory, memory_over_time, steady_micro_batches
+from fxpar.memory import Conditions, RankMemory, memory_over_time, steady_micro_batches
 from fxpar.memory.pipeline import equal_positions
 from fxpar.passes.share_weights import ALIGN_BYTES
 from fxpar.schedule.mini_batch import Pace
@@ -343,8 +343,8 @@ class Candidate(Priced):
         """By position of the pipeline; `positions` and `brief` as in `memory_over_time`."""
         sizes = {dim.name: tokens for dim in program.dims if dim.name == "T"}
         count = steady_micro_batches(self.strategy)
-        asked = {"micro_batches": count, "cluster": self.cluster, "positions": positions, "brief": brief}
-        return memory_over_time(program, sizes, **asked).ranks  # type: ignore[arg-type]
+        how = {"micro_batches": count, "cluster": self.cluster, "conditions": Conditions(several=True)}
+        return memory_over_time(program, sizes, **how, positions=positions, brief=brief).ranks  # type: ignore[arg-type]
 
     @cached_property
     def reduce_s(self) -> float:

@@ -16,7 +16,7 @@ from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.device import CPU
 from fxpar.errors import NoCandidateError, NotYetError, SequenceFitsNowhereError
 from fxpar.ir.strategy import Strategy
-from fxpar.memory import predict_memory, steady_micro_batches
+from fxpar.memory import Conditions, predict_memory, steady_micro_batches
 from fxpar.models import load
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.passes.share_weights import ALIGN_BYTES
@@ -358,8 +358,8 @@ def test_groups_overlap_where_that_is_worth_its_memory(names, memory_bytes, node
 def test_memory_plan_and_engine_differ_in_what_the_page_says(text):
     """docs/hot_switching.md: messages beside a micro-batch, the optimizer, and rounding of parameters."""
     strategy, tokens = Strategy.parse(text), 512
-    program = lowered(strategy, 2)
-    alone = predict_memory(program, {"T": tokens}, micro_batches=steady_micro_batches(strategy))
+    program, count = lowered(strategy, 2), steady_micro_batches(strategy)
+    alone = predict_memory(program, {"T": tokens}, micro_batches=count)
     group = LengthGroup(tokens, strategy, tokens)
     activations = activation_bytes([program], [group], True, LengthLimits())
     home = home_layout(param_specs(program), 2, {})
@@ -370,6 +370,7 @@ def test_memory_plan_and_engine_differ_in_what_the_page_says(text):
     assert alone.step_bytes > alone.switch_bytes
     assert alone.peak_bytes == alone.reserved_bytes + alone.optimizer_bytes - alone.staging_bytes
     plan = candidate(lowered, strategy, LINKS, Depth(2, whole=True), (256, tokens)).at(tokens)
+    alone = predict_memory(program, {"T": tokens}, micro_batches=count, conditions=Conditions(several=True))
     fullest = sum(info.kind == "param" for info in program.placed[0].inputs)  # the first stage keeps most micro-batches
     assert plan.peak_bytes == alone.reserved_bytes + alone.optimizer_bytes + ALIGN_BYTES * fullest
 

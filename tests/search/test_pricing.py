@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from fxpar.batching import LengthGroup
+from fxpar.batching.lengths import LengthLimits
 from fxpar.ir.strategy import Strategy
+from fxpar.runtime.storage import activation_bytes
 from fxpar.search.doubt import Doubt
 from fxpar.search.driver import _Search
 from fxpar.search.pricing import SetPricer
-from tests.search.test_driver import known, outlined, problem
+from tests.search.test_driver import known, lowered, outlined, problem
 from tests.search.test_traffic import NODES
 
 
@@ -49,3 +52,16 @@ def test_a_set_that_has_settled_says_the_memory_of_its_very_budgets():
     settled = pricer.price([(512, one)], settle=True)
     (group,), (parts,) = settled.groups, settled.memory_parts.values()
     assert parts["micro_batch"] == one.at(group.token_budget).step_bytes > one.memory(group.token_budget).step_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "tokens"), [("dp2.pp2+zb_h1", 512, 525), ("cp4", 64, 720), ("dp4", 256, 853)]
+)
+def test_no_engine_asks_for_more_than_was_predicted(text, limit, tokens):
+    """Rows of several documents: attention keeps results of one at a time beside those of all."""
+    strategy = Strategy.parse(text)
+    one = known(NODES).candidate(strategy, lambda _: None).at(tokens)
+    group = LengthGroup(limit, strategy, tokens)
+    assert (
+        activation_bytes([lowered(strategy, 2)], [group], True, LengthLimits()) <= one.step_bytes - one.gradient_bytes
+    )
