@@ -48,20 +48,19 @@ def test_a_set_that_has_settled_says_the_memory_of_its_very_budgets():
     """Between anchors it may lie above the straight line: of halves of a backward other ones are largest there."""
     model = known(NODES)
     one = model.candidate(Strategy.parse("dp2.pp2+zb_h1"), lambda _: None)
-    pricer = SetPricer(NODES, model.depth, outlined, ((512, 512),), 7_400_000, switches=model.switches)
+    pricer = SetPricer(NODES, model.depth, outlined, ((512, 512),), 7_700_000, switches=model.switches)
     settled = pricer.price([(512, one)], settle=True)
     (group,), (parts,) = settled.groups, settled.memory_parts.values()
     assert parts["micro_batch"] == one.at(group.token_budget).step_bytes > one.memory(group.token_budget).step_bytes
 
 
-@pytest.mark.parametrize(
-    ("text", "limit", "tokens"), [("dp2.pp2+zb_h1", 512, 525), ("cp4", 64, 720), ("dp4", 256, 853)]
-)
+OF_SEVERAL = [("dp2.pp2+zb_h1", 512, 525), ("cp4", 64, 720), ("dp4", 256, 853)]
+
+
+@pytest.mark.parametrize(("text", "limit", "tokens"), OF_SEVERAL)
 def test_no_engine_asks_for_more_than_was_predicted(text, limit, tokens):
     """Rows of several documents: attention keeps results of one at a time beside those of all."""
     strategy = Strategy.parse(text)
     one = known(NODES).candidate(strategy, lambda _: None).at(tokens)
-    group = LengthGroup(limit, strategy, tokens)
-    assert (
-        activation_bytes([lowered(strategy, 2)], [group], True, LengthLimits()) <= one.step_bytes - one.gradient_bytes
-    )
+    asked = activation_bytes([lowered(strategy, 2)], [LengthGroup(limit, strategy, tokens)], True, LengthLimits())
+    assert asked <= one.step_bytes - one.gradient_bytes
