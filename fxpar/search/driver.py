@@ -292,10 +292,10 @@ class _Search:
             groups = [self._groups_of(plan) for plan in best]
             if not any([self._disappoints(one, plan) for one, plan in zip(groups, best, strict=True)]):
                 break
-        found, *kept = [self._refined(one, rules=number < 2) for number, one in enumerate(groups)]
-        kept.sort(key=_seconds)
-        better = found.predicted_s < kept[0].predicted_s  # by rules
-        return different([found, *kept], self.pricer)[: self.problem.keep] if better else kept, found
+        refined = sorted((self._refined(one, rules=number < 2) for number, one in enumerate(groups)), key=_seconds)
+        # What saves memory or permutes ranks may make sets alike, or leave one strategy of two.
+        static = next(one for one in refined if one.alone)
+        return different(refined, self.pricer)[: self.problem.keep], static
 
     def _at_best_s(self, plan: PricedSet) -> float:
         """Of a set with guesses at pipelines under a faster schedule where they fit: all of them, else one by one."""

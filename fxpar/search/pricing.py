@@ -12,6 +12,7 @@ from fxpar.batching.borders import Borders, by_strategy, overlap_pays
 from fxpar.batching.planner import BorderSeconds, KnownLoads, least_batch_s
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.group import simulated_s
+from fxpar.ir.strategy import Strategy
 from fxpar.ir.teams import largest_team
 from fxpar.search.doubt import FEW, Doubt
 from fxpar.search.price import Depth, Priced
@@ -58,6 +59,11 @@ class PricedSet:
     def memory_bytes(self) -> dict[str, int]:
         """By strategy: the peak of a rank while it runs."""
         return {name: sum(parts.values()) for name, parts in self.memory_parts.items()}
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is one strategy for all sequences, of one team."""
+        return len(self.groups) == 1 and not Strategy.parse(self.groups[0].strategy).teams
 
     @property
     def simulated_s(self) -> float:
