@@ -15,7 +15,7 @@ from fxpar.cost.group import simulated_s
 from fxpar.ir.teams import largest_team
 from fxpar.search.doubt import FEW, Doubt
 from fxpar.search.price import Depth, Priced
-from fxpar.search.reductions import SetReductions, accumulator_bytes, accumulators_of
+from fxpar.search.reductions import SetReductions, accumulator_bytes, accumulators_key
 from fxpar.search.sets import DIFFERENT
 from fxpar.search.switching import ModelSwitches, Outlines, SetSwitches
 from fxpar.search.traffic import SetTraffic, lowered, orders_of
@@ -186,7 +186,7 @@ class SetPricer:
         return min(sum(plan.predicted_s for plan in each) / len(each) for each in plans) + self.optimizer_s
 
     def _may_overlap(self, chosen: Sequence[tuple[int, Priced]]) -> bool:
-        return self.overlap and overlap_pays(len({accumulators_of(one) for _, one in chosen}), self.cluster)
+        return self.overlap and overlap_pays(len({accumulators_key(one) for _, one in chosen}), self.cluster)
 
     def _mini_batches(
         self,
