@@ -138,7 +138,7 @@ def _run(request: PlanRequest) -> None:
         if request.tokens_per_step is None:
             show_sizes(console, rated, taken)
         if runs:
-            show_verified(console, runs, names)
+            show_verified(console, runs, names, request.cluster)
         if request.output is not None:
             how = ", the fastest as measured," if runs else ""
             console.print(f"{names[fastest]}{how} is in {request.output}", markup=False)
