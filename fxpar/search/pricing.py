@@ -26,7 +26,8 @@ class PricedGroup:
     """A length group of a set; `seconds` are those of its runs in a mean mini-batch, `tokens` its share of all. Those
     that are planned take all stages of a pipeline for the slowest; `simulated_s` is what the schedule of stages that
     differ takes, of a set that has settled. There are so many `micro_batches` on all replicas, which they keep a
-    replica `busy_s` in the mean: else it waits, in bubbles and for slower replicas (of teams side by side never).
+    replica `busy_s` in the mean: else it waits, in bubbles and for slower replicas. (Of a set that has not settled,
+    and of teams side by side, it is `seconds`.)
     """
 
     limit: int
@@ -297,7 +298,8 @@ class SetPricer:
                 simulated[group.group] += found / len(plans)
                 tokens[group.group] += sum(m.tokens for m in group.micro_batches()) / len(plans)
                 runs[group.group] += sum(map(len, group.replicas)) / len(plans)
-                busy[group.group] += busy_s(chosen[group.group][1].cost, group, batch) / len(plans)
+                worked = busy_s(chosen[group.group][1].cost, group, batch) if settle else group.predicted_s
+                busy[group.group] += worked / len(plans)
         return tuple(
             PricedGroup(g.limit, str(g.strategy), g.token_budget, seconds[i], tokens[i], simulated[i], runs[i], busy[i])
             for i, g in enumerate(groups)
