@@ -39,7 +39,7 @@ from fxpar.search.price import Candidate, Lower, Priced, optimizer_s
 from fxpar.search.pricing import PricedSet, SetPricer, different, guessed_border_s
 from fxpar.search.problem import Found, Problem
 from fxpar.search.rank_orders import in_best_order
-from fxpar.search.reductions import accumulators_of
+from fxpar.search.reductions import accumulators_key
 from fxpar.search.rounds import Rounds, best_rounds
 from fxpar.search.ruled import RuleSearch
 from fxpar.search.sets import Groups, RankedSet, ranked_sets
@@ -225,7 +225,7 @@ class _Search:
         """Sets of at most so many strategies, with or without teams, whose bounds are low: they would crowd out all."""
         seconds = self.seconds if teams else without_teams(self.candidates, self.seconds)
         borders = [guessed_border_s(one, self.problem.cluster) * (most > 1) for one in self.candidates]
-        return ranked_sets(seconds, borders, self.intervals, most, [*map(accumulators_of, self.candidates)])
+        return ranked_sets(seconds, borders, self.intervals, most, [*map(accumulators_key, self.candidates)])
 
     def _best(self, ranked: Iterable[RankedSet], keep: int) -> list[PricedSet]:
         """Planned on the sample mini-batches, best first, until no other one can be among the best `keep`; those that

@@ -32,14 +32,14 @@ def ranked_sets(
     borders_s: Sequence[float],
     found: Intervals,
     most: int,
-    sharing: Sequence[Hashable] | None = None,
+    accumulators: Sequence[Hashable] | None = None,
 ) -> list[RankedSet]:
     """Sets of at most `most` strategies that hold all lengths, best guess first.
 
     `seconds[s]` [mini-batches, i, j] as `least_seconds` gives them, `borders_s[s]` is a guess at what the switch to a
-    strategy and the reduction after it add, once for those that are `sharing` the same (by default none do). Dynamic
-    programming over the limits: for each limit and number of groups the KEPT best partial sets, so that there are
-    second-best ones to compare. One strategy may have several limits.
+    strategy and the reduction after it add, once for those whose `accumulators[s]` are the same (by default none).
+    Dynamic programming over the limits: for each limit and number of groups the KEPT best partial sets, so that there
+    are second-best ones to compare. One strategy may have several limits.
     Sets that run the same tokens under the same strategies, but for a few, come last, behind the best guess of each
     kind: else a group that has nearly no sequences makes many of one set.
     """
@@ -48,7 +48,7 @@ def ranked_sets(
     count = len(found.edges)
     borders = np.array(borders_s)
     few = DIFFERENT * float(tokens[0, -1]) or 1.0
-    shared = range(len(borders_s)) if sharing is None else sharing
+    keys = range(len(borders_s)) if accumulators is None else accumulators
     start = RankedSet(0.0, 0.0, ())
     layer: list[list[RankedSet]] = [[start], *([] for _ in range(count))]
     finished: list[RankedSet] = []
@@ -65,7 +65,7 @@ def ranked_sets(
                     if not np.isfinite(column[s]):
                         break
                     cell = means[s, i, j], borders_s[s], float(tokens[i, j])
-                    following[j + 1] += [_with(one, j, int(s), *cell, shared) for one in layer[i]]
+                    following[j + 1] += [_with(one, j, int(s), *cell, keys) for one in layer[i]]
         layer = [_kinds_first(sorted(partial), few, KEPT // 2)[:KEPT] for partial in following]
         finished += layer[count]
         if number + 1 == count:
@@ -80,10 +80,10 @@ def _with(
     least_s: float,
     border_s: float,
     tokens: float,
-    shared: Sequence[Hashable],
+    accumulators: Sequence[Hashable],
 ) -> RankedSet:
     held = dict(one.tokens)
-    has_come = any(shared[other] == shared[strategy] for other in held)
+    has_come = any(accumulators[other] == accumulators[strategy] for other in held)
     guess = one.guess_s + least_s + (0.0 if has_come else border_s)
     held[strategy] = held.get(strategy, 0.0) + tokens
     groups = (*one.groups, (edge, strategy))
