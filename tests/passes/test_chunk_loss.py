@@ -211,11 +211,11 @@ def test_low_precision_is_added_up_in_fp32():
 def test_low_precision_for_a_store():
     """The sum in fp32 is the gradient, and on the last stage all of it is made in the forward."""
     captured = own.with_loss(own.z_loss, dtype=torch.bfloat16)
-    program = lower(captured.graph, "dp2+zero2+chunks(4)", for_store=True)
+    program = lower(captured.graph, "dp2.tp2+zero2+chunks(4)", for_store=True)
     (gradient,) = (
         s.meta for o, s in zip(program.outputs, program.stored_outputs, strict=True) if o.fqn == "head.weight"
     )
-    assert gradient.dtype == torch.float32
+    assert gradient == TensorMeta(tuple(captured.params["head.weight"].shape), torch.float32)  # of all ranks
     assert [
         n for n in program.body.graph.nodes if fqn_of(n) == "head" and is_backward(n) and n.target is aten.mm.default
     ] == []
