@@ -14,7 +14,7 @@ from fxpar.chunks.region import LossRegion
 from fxpar.ir.dist_config import Placement, Shard
 from fxpar.ir.dist_config import chunk as part_of
 from fxpar.ir.graph import AnnotatedGraph, Size, TensorMeta
-from fxpar.ir.node_meta import dist_of, is_backward, is_size, local_tensor, size_of
+from fxpar.ir.node_meta import dist_of, is_backward, is_size, local_tensor, size_of, tensor_of
 from fxpar.ir.pass_base import ancestors, replace_operands, tensor_operands
 from fxpar.ops.traits import SIZES
 
@@ -187,7 +187,7 @@ class _Cutter:
         if narrow and local_tensor(so_far).dtype == dtype:
             so_far = self._cast(so_far, _WIDE)
         total = self._call(aten.add.Tensor, (so_far, copy), node, shape)
-        total.meta["local"] = total.meta["tensor"] = replace(local_tensor(node), dtype=local_tensor(so_far).dtype)
+        _describe(total, node, local_tensor(so_far).dtype)
         total.meta["dist"] = dist_of(so_far)
         found[:] = [total]
 
@@ -225,9 +225,15 @@ class _Cutter:
     def _cast(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
         node = self._call(aten._to_copy.default, (value,), value, list(local_tensor(value).shape))
         node.kwargs = {"dtype": dtype}
-        node.meta["tensor"] = node.meta["local"] = replace(local_tensor(value), dtype=dtype)
+        _describe(node, value, dtype)
         node.meta["dist"] = replace(dist_of(value), dtype=dtype)
         return node
+
+
+def _describe(node: fx.Node, like: fx.Node, dtype: torch.dtype) -> None:
+    """Let the value of `node`, which may be a result of the graph, have the shapes of another one."""
+    node.meta["tensor"] = replace(tensor_of(like), dtype=dtype)
+    node.meta["local"] = replace(local_tensor(like), dtype=dtype)
 
 
 def _move_up(values: Iterable[fx.Node], head: fx.Node) -> None:

@@ -33,7 +33,8 @@ def exposed_s(
     it returns and the kernels' own seconds add up to the time of the part.
 
     A transfer starts when its link is free. Who reads its result waits for it: a kernel, a wait, the end of the part, a
-    transfer on another link; views hand it on.
+    transfer on another link; views hand it on. Of several, the first of the program is waited for first: all ranks find
+    the same.
     """
     streams = _Streams(slowdown)
     awaited: dict[fx.Node, set[fx.Node]] = {}  # of each value the transfers that must have ended
@@ -43,7 +44,7 @@ def exposed_s(
         if link is None and node not in seconds and node.op == "call_function" and node.target is not _WAIT:
             awaited[node] = reads
             continue
-        for one in reads:
+        for one in sorted(reads):
             if link is None or link != streams.links[one]:
                 streams.wait(one)
         if link is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from dataclasses import replace
 from fractions import Fraction
@@ -67,6 +68,18 @@ def test_kernels_hide_a_transfer_and_go_slower_beside_it():
     story.wait(sent)
     assert story.exposed() == [0.0]
     assert story.exposed(1.25) == [0.5]  # two seconds beside each other take 2.5
+
+
+def test_of_several_transfers_the_first_is_waited_for_first():
+    """Else ranks, each a process of its own, would price the same program apart, and plan other mini-batches."""
+    story = Story()
+    sent = [story.transfer(float(one + 1), ("host", "inside", "between")[one % 3]) for one in range(60)]
+    story.kernel(1.0, *reversed(sent))
+    ended, found = [0.0, 0.0, 0.0], [0.0]
+    for one in range(60):
+        ended[one % 3] += one + 1
+        found.append(max(found[-1], ended[one % 3]))
+    assert story.exposed() == [after - before for before, after in itertools.pairwise(found)]
 
 
 def test_a_link_does_one_transfer_after_the_other_and_two_links_work_at_the_same_time():

@@ -220,8 +220,9 @@ def test_low_precision_for_a_store():
         n for n in program.body.graph.nodes if fqn_of(n) == "head" and is_backward(n) and n.target is aten.mm.default
     ] == []
     two = llama(layers=2, dtype=torch.bfloat16)
-    last = lower(two.graph, "pp2+chunks(4)", for_store=True).stages[-1]
-    assert [local_meta(n).shape for n in last.forward.results if local_meta(n)].count((97, 32)) == 1
+    last = lower(two.graph, "pp2.tp2+chunks(4)", for_store=True).stages[-1]
+    assert [local_meta(n).shape for n in last.forward.results if local_meta(n)].count((49, 32)) == 1
+    assert last.given("grad")["head.weight"].meta == TensorMeta((97, 32), torch.float32)
 
 
 def gradient(captured: Captured, strategy: str) -> torch.Tensor:
