@@ -143,6 +143,10 @@ class SetSwitches:
         """The same with what each switch takes at least: none is planned."""
         return replace(self, least=True, _orders={})
 
+    @cached_property
+    def _at_least(self) -> SetSwitches:
+        return self.at_least()
+
     def predicted_s(self, name: str, visited: Sequence[str]) -> float:
         sources = self._sources(name, visited)
         if sources is None:
@@ -171,7 +175,8 @@ class SetSwitches:
         key = frozenset(names)
         if key not in self._orders:
             mine = [name for name in self.placed if name in key]
-            self._orders[key] = cheapest_order(mine, self._total_s, self.predicted_s)
+            least = {} if self.least else {"least": self._at_least._total_s}
+            self._orders[key] = cheapest_order(mine, self._total_s, self.predicted_s, **least)
         return self._orders[key]
 
     def _total_s(self, order: Sequence[str]) -> float:
