@@ -38,7 +38,7 @@ class LowerShort:
     more: Callable[[], LowerAlike]
     period: int
     _same: set[Kind] = field(default_factory=set)
-    _differ: set[tuple[Kind, Kind]] = field(default_factory=set)
+    _differ: set[frozenset[Kind]] = field(default_factory=set)
     _next: dict[Strategy, TrainGraph] = field(default_factory=dict)
 
     def __call__(self, strategy: Strategy, whole: bool) -> TrainGraph:
@@ -69,11 +69,11 @@ def layers_alike(strategy: Strategy) -> bool:
     return not named and remat and strategy.pipeline_size == 1
 
 
-def kinds_of(strategy: Strategy) -> tuple[Kind, Kind]:
-    """Which axes cut it, and what saves memory: of each kind one strategy is lowered both ways."""
-    axes = tuple(name for name, degree in strategy.axes if degree > 1)
+def kinds_of(strategy: Strategy) -> frozenset[Kind]:
+    """Each axis that cuts it, and what saves memory: of each kind one strategy is lowered both ways."""
+    axes = {("axis", name) for name, degree in strategy.axes if degree > 1}
     saves = (strategy.zero, str(strategy.remat), strategy.chunks > 1, strategy.offload > 0)
-    return ("axes", axes), ("saves", saves)
+    return frozenset({*axes, ("saves", saves)})
 
 
 def shortened(graph: AnnotatedGraph, period: int) -> AnnotatedGraph | None:
