@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +36,7 @@ from fxpar.search.galvatron_plan import as_plan
 from fxpar.search.layouts import list_of
 from fxpar.search.lengths import mini_batches, read_lengths
 from fxpar.search.plan_file import Plan
-from fxpar.search.pricing import PricedSet
+from fxpar.search.pricing import PricedGroup, PricedSet
 from fxpar.search.problem import Found, Problem
 from fxpar.search.proposals import WORTH
 from fxpar.search.rounds import Rounds
@@ -44,6 +44,7 @@ from fxpar.search.verify import VerifiedPlan, order_of
 
 ROUNDS = "the plan of rounds"
 BAR = 24  # columns of the longest bar
+FEW_RUNS = 0.05  # of the micro-batches: so many more or less are not worth a word
 LOOKS = 200  # for garbage among what is new; a search for one size of mini-batches takes fewer
 
 
@@ -137,7 +138,7 @@ def _run(request: PlanRequest) -> None:
         if request.tokens_per_step is None:
             show_sizes(console, rated, taken)
         if runs:
-            show_verified(console, runs, names)
+            show_verified(console, runs, names, request.cluster)
         if request.output is not None:
             how = ", the fastest as measured," if runs else ""
             console.print(f"{names[fastest]}{how} is in {request.output}", markup=False)
@@ -259,7 +260,9 @@ def _show(console: Console, request: PlanRequest, taken: RatedSize) -> None:
     )
     for number, plan in enumerate(found.plans, 1):
         slower = (
-            "" if number == 1 else f", {plan.predicted_s / best.predicted_s - 1:.1%} slower, because {_why(plan, best)}"
+            ""
+            if number == 1
+            else f", {plan.predicted_s / best.predicted_s - 1:.1%} slower, because {why_slower(plan, best)}"
         )
         console.print(f"\nplan {number}: {human_seconds(plan.predicted_s)} per mini-batch{slower}", markup=False)
         _print_groups(console, plan, tokens)
@@ -344,10 +347,28 @@ def _print_groups(console: Console, plan: PricedSet, tokens: float) -> None:
         console.print(line, markup=False)
 
 
-def _why(plan: PricedSet, best: PricedSet) -> str:
+def why_slower(plan: PricedSet, best: PricedSet) -> str:
     """Where a plan loses most against the best one."""
+
+    def more_s(one: Callable[[PricedGroup], float]) -> float:
+        return sum(map(one, plan.groups)) - sum(map(one, best.groups))
+
+    moved = "switches" if plan.switch_s - best.switch_s > plan.reduce_s - best.reduce_s else "reductions"
     parts = {
-        "its micro-batches take longer": sum(g.seconds for g in plan.groups) - sum(g.seconds for g in best.groups),
-        "it waits longer for switches and reductions": plan.exposed_s - best.exposed_s,
+        f"its micro-batches take longer{_other_rows(plan, best)}": more_s(lambda group: group.busy_s),
+        "its ranks wait longer, in bubbles and for slower replicas": more_s(lambda group: group.seconds - group.busy_s),
+        f"it waits longer for {moved}": plan.exposed_s - best.exposed_s,
     }
     return max(parts, key=lambda name: parts[name])
+
+
+def _other_rows(plan: PricedSet, best: PricedSet) -> str:
+    """How many micro-batches there are, and how long, if that differs."""
+    counts = [sum(group.micro_batches for group in one.groups) for one in (plan, best)]
+    if max(counts) < (1 + FEW_RUNS) * min(counts):
+        return ""
+    mine, others = (
+        f"{count:,.0f} of {sum(group.tokens for group in one.groups) / count:,.0f}"
+        for count, one in zip(counts, (plan, best), strict=True)
+    )
+    return f" ({mine} tokens, not {others})"

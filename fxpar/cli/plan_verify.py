@@ -6,7 +6,9 @@ What starts ranks is imported where it is needed: few plans are run.
 from __future__ import annotations
 
 import json
+import math
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -26,6 +28,7 @@ from fxpar.search.plan_file import parse_plan
 from fxpar.search.verify import Factors, StepSeconds, VerifiedPlan, order_of, refit
 
 MEASURED = "measured.json"
+FAR_OFF = 0.15  # of the predicted time: the mean error on a machine that was profiled is below that (benchmarks)
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,12 @@ def verified(job: VerifyJob) -> list[VerifiedPlan]:
     return [VerifiedPlan(tuple(StepSeconds(*step) for step in steps)) for steps in found]
 
 
-def show_verified(console: Console, plans: Sequence[VerifiedPlan], names: Sequence[str]) -> None:
-    """Predicted beside measured, what the refit changes, and whether the order changes; plans have `names`."""
+def show_verified(
+    console: Console, plans: Sequence[VerifiedPlan], names: Sequence[str], cluster: str | None = None
+) -> None:
+    """Predicted for `cluster` beside measured, what the refit changes, and whether the order changes; plans have
+    `names`.
+    """
     factors = refit(plans)
     rows = [
         (
@@ -119,7 +126,7 @@ def show_verified(console: Console, plans: Sequence[VerifiedPlan], names: Sequen
     console.print()
     titles = ("", "predicted", "measured", "ratio", "refitted", "error")
     print_table(console, titles, rows, right=(1, 2, 3, 4, 5))
-    for line in verdict(plans, factors, names):
+    for line in (*far_off(plans, names, cluster), *verdict(plans, factors, names)):
         console.print(line, markup=False)
 
 
@@ -140,6 +147,23 @@ def verdict(plans: Sequence[VerifiedPlan], factors: Factors, names: Sequence[str
             ordered = ", ".join(names[index] for index in order)
             lines.append(f"order {what}: " + ("as predicted" if stays else f"{ordered}, fastest first"))
     return lines
+
+
+def far_off(plans: Sequence[VerifiedPlan], names: Sequence[str], cluster: str | None) -> list[str]:
+    """A line that says so, and what to do, if some took much longer or shorter than predicted for `cluster` (None:
+    usual devices).
+    """
+    ratios = [plan.measured_s / plan.predicted_s for plan in plans]
+    if all(abs(ratio - 1) <= FAR_OFF for ratio in ratios):
+        return []
+    worst = max(range(len(plans)), key=lambda index: abs(math.log(ratios[index])))
+    if cluster is None:
+        do = "measure this machine with fxpar profile and name its file with --cluster"
+    elif measured_on(cluster) is None:
+        do = f"figures of {cluster} were not measured here: name a file that fxpar profile makes on this machine"
+    else:
+        do = f"measure it anew, while nothing else runs here: fxpar profile -o {shlex.quote(cluster)} --force"
+    return [f"more than {FAR_OFF:.0%} off: {names[worst]} took {ratios[worst]:.3g} times the predicted time; {do}"]
 
 
 def verified_json(plans: Sequence[VerifiedPlan]) -> dict[str, Any]:

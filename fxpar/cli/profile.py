@@ -42,6 +42,25 @@ def words_of(request: ProfileRequest) -> list[str]:
 
 def run_profile(request: ProfileRequest) -> None:
     """Do it. Raises OutputError, ProfileError, DeviceCountError, and what `run_ranks` raises."""
+    try:
+        _run(request)
+    except KeyboardInterrupt:
+        if advice := _how_to_go_on(request):
+            stderr_console().print(advice, markup=False)
+        raise
+
+
+def _how_to_go_on(request: ProfileRequest) -> str:
+    """With what was measured so far, if anything was; one rank says it."""
+    part = _part_of(request) if os.environ.get("RANK", "0") == "0" else None
+    return f"The same command goes on from {part}" if part is not None and part.is_file() else ""
+
+
+def _part_of(request: ProfileRequest) -> Path | None:
+    return None if request.output == "-" else Path(f"{request.output}.part")
+
+
+def _run(request: ProfileRequest) -> None:
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if not is_rank or os.environ["RANK"] == "0":
         check_target(request)
@@ -55,8 +74,7 @@ def run_profile(request: ProfileRequest) -> None:
             try:
                 said = run_ranks(request.ranks, ("-m", "fxpar", "profile", *words_of(request)), logs, quiet=True)
             except LauncherSignalError as error:
-                kept = "" if request.output == "-" else f"The same command goes on from {request.output}.part"
-                raise LauncherSignalError(error.name, kept) from None
+                raise LauncherSignalError(error.name, _how_to_go_on(request)) from None
         write_output("-", said)
         shutil.rmtree(logs, ignore_errors=True)
     else:
@@ -125,9 +143,9 @@ def _as_rank(request: ProfileRequest) -> None:
 
 def _measure(request: ProfileRequest, device: torch.device, rank: int, world: int, nodes: int) -> None:
     torch.set_num_threads(request.threads)
-    keeps = rank == 0 and request.output != "-"
-    known = Kept.of(Path(f"{request.output}.part") if keeps else None, _settings(request, device, world, nodes))
-    if keeps and known.seconds:
+    part = None if rank else _part_of(request)
+    known = Kept.of(part, _settings(request, device, world, nodes))
+    if part is not None and known.seconds:
         words = f"going on where it was interrupted: {known.path} has {len(known.seconds)} measurements"
         stdout_console().print(words, markup=False)
     with working("measuring") if rank == 0 else nullcontext(Work("")) as work:

@@ -17,6 +17,7 @@ from fxpar.cli.simulate_commands import SimulateRequest
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.group_cost import GroupCost
 from fxpar.ir.strategy import Strategy
+from fxpar.search.chosen import MAX_STRATEGIES
 from fxpar.search.driver import find_plan_of
 from fxpar.search.known import KnownModel
 from fxpar.search.lengths import mini_batches, read_lengths
@@ -42,8 +43,9 @@ from fxpar.search.published import (
     STATIC_S,
     TOTALS,
 )
+from fxpar.search.published_plans import Alone, hotspa_case
 from fxpar.search.simulate import Named, Simulated, simulate
-from fxpar.search.simulate_groups import Dataset, chain_s, formations, pair, table_3
+from fxpar.search.simulate_groups import Dataset, chain_s, formations, mean_s, pair, table_3
 from fxpar.search.simulate_switches import figure_8, layouts_32b
 from fxpar.search.space import shapes
 from fxpar.search.switching import ModelSwitches
@@ -173,7 +175,7 @@ def _table_3() -> dict[str, Any]:
             }
             for one in totals
         ],
-        "chosen": [_chosen(one, model) for one in datasets],
+        "chosen": _chosen(datasets, model),
     }
 
 
@@ -277,10 +279,10 @@ def _show_hspmd(console: Console, data: dict[str, Any]) -> None:
         rows.append(("predicted", one["combination"], *_pair_figures(one["hot_s"], data["predicted_s"]), off))
     print_table(console, ("", "groups", "HotSPa", "HSPMD", "ratio", "off by"), rows, right=(2, 3, 4, 5))
     chosen = data["chosen"]
-    groups = ", ".join(f"{g['strategy']} up to {g['limit']:,}" for g in chosen["groups"])
     console.print(
-        f"fxpar would take {groups}: {human_seconds(chosen['predicted_s'])} for {chosen['mini_batches']} of the "
-        f"mini-batches, HSPMD's {human_seconds(chosen['HSPMD_s'])}; no set that was looked at takes less than "
+        f"fxpar would take {_groups(chosen['groups'])}: {human_seconds(chosen['predicted_s'])} for "
+        f"{chosen['mini_batches']} of the mini-batches, HSPMD's {human_seconds(chosen['HSPMD_s'])}; no set that was "
+        "looked at takes less than "
         f"{human_seconds(chosen['lower_bound_s'])}",
         markup=False,
     )
@@ -292,27 +294,76 @@ def _pair_figures(static_s: float, hot_s: float) -> tuple[str, str, str]:
     return human_seconds(static_s), human_seconds(hot_s), f"{static_s / hot_s:.2f}"
 
 
-def _chosen(one: Dataset, model: Shallow) -> dict[str, Any]:
+def _chosen(datasets: Sequence[Dataset], model: Shallow) -> list[dict[str, Any]]:
+    """What fxpar would pick of all strategies for a few mini-batches of each dataset, and of HotSPa's layouts alone."""
+    memory = A800.sustained.memory_bytes or 0
+    every = tuple(shapes(A800.world, A800.devices_per_node, model.depth.most_stages))
+    switches = ModelSwitches(A800, model.depth, model.outlines)
+    found = []
+    for one in datasets:
+        drawn = one.sample[:CHOSEN_BATCHES]
+        batches = tuple(tuple(lengths.tolist()) for lengths in drawn)
+        problem = Problem(every, A800, batches, max(EDGES), memory, MAX_STRATEGIES, model.depth)
+        lower, outlines, anchors = model.lower, model.outlines, problem.anchors
+        known = KnownModel(lower, outlines, A800_COLLECTIVES, model.depth, anchors, other_switches=switches)
+        published = Alone("in the rows of Table 3", STATIC, sum(mean_s(one.costs, drawn, band) for band in one.bands))
+        case = hotspa_case(problem, known, Strategy.parse(LAYOUTS[STATIC]), published)
+        found.append(
+            {
+                "dataset": one.name,
+                "mini_batches": CHOSEN_BATCHES,
+                "groups": [{"limit": g.limit, "strategy": g.strategy, "seconds": g.seconds} for g in case.groups],
+                "predicted_s": case.predicted_s,
+                "lower_bound_s": case.lower_bound_s,
+                "search_cpu_s": case.search_cpu_s,
+                "speedup": case.speedup(published),
+                "alone": [vars(each) | {"speedup": case.speedup(each)} for each in case.alone],
+                "of_layouts": _of_layouts(problem, model),
+            }
+        )
+    return found
+
+
+def _of_layouts(problem: Problem, model: Shallow) -> dict[str, Any]:
     """What fxpar would pick of HotSPa's layouts, in rows as long as memory holds, as the static layout has them too;
     with recomputation, as the static layout holds no row of 32K without by fxpar's count.
     """
-    batches = tuple(tuple(lengths.tolist()) for lengths in one.sample[:CHOSEN_BATCHES])
-    memory = A800.sustained.memory_bytes or 0
-    pricer = SetPricer(A800, model.depth, model.outlines, batches, memory)
+    pricer = SetPricer(A800, model.depth, model.outlines, problem.batches, problem.memory_bytes)
     texts = {name: f"{text}+{CHOSEN_REMAT}" for name, text in LAYOUTS.items()}
     named = [Named(Strategy.parse(text)) for text in texts.values()]
     found: Simulated = simulate(named, max(EDGES), model.lower, pricer, A800_COLLECTIVES, CHOSEN_TRIES)
     names = {str(Strategy.parse(text)): name for name, text in texts.items()}
     static = found.statics[str(Strategy.parse(texts[STATIC]))]
-    groups = [{"limit": g.limit, "layout": names[g.strategy], "seconds": g.seconds} for g in found.plan.groups]
     return {
-        "dataset": one.name,
-        "groups": groups,
+        "groups": [{"limit": g.limit, "layout": names[g.strategy], "seconds": g.seconds} for g in found.plan.groups],
         "predicted_s": found.plan.predicted_s,
         "static_s": static.predicted_s,
         "speedup": static.predicted_s / found.plan.predicted_s,
         "best_static": None if found.best_static is None else names[found.best_static.strategies[0]],
     }
+
+
+def _show_chosen(console: Console, chosen: Sequence[dict[str, Any]]) -> None:
+    rows = []
+    for one in chosen:
+        rows.append((one["dataset"], "fxpar plan", _groups(one["groups"]), human_seconds(one["predicted_s"]), ""))
+        for each in one["alone"]:
+            figures = human_seconds(each["predicted_s"]), f"{each['speedup']:.2f}"
+            rows.append((one["dataset"], each["what"], each["strategy"], *figures))
+        rows.append((one["dataset"], "no set takes less", "", human_seconds(one["lower_bound_s"]), ""))
+    print_table(console, ("dataset", "", "strategies", "seconds", "speed-up of the plan"), rows, right=(3, 4))
+    for one in chosen:
+        of_layouts = one["of_layouts"]
+        groups = ", ".join(f"{g['layout']} up to {g['limit']:,}" for g in of_layouts["groups"])
+        console.print(
+            f"{one['dataset']}: of these layouts fxpar would take {groups}: {of_layouts['speedup']:.2f} times {STATIC}",
+            markup=False,
+        )
+
+
+def _groups(groups: Sequence[dict[str, Any]]) -> str:
+    """Strategies, each with the longest sequence that it runs."""
+    return ", ".join(f"{g['strategy']} up to {g['limit']:,}" for g in groups)
 
 
 def _show_table_3(console: Console, data: dict[str, Any]) -> None:
@@ -335,9 +386,7 @@ def _show_table_3(console: Console, data: dict[str, Any]) -> None:
         rows.append((one["dataset"], "all", one["combination"], seconds, *figures))
     titles = ("dataset", "band", "dp.tp.pp", "seconds", "speed-up", "published", "off by")
     print_table(console, titles, rows, right=(3, 4, 5, 6))
-    for one in data["chosen"]:
-        groups = ", ".join(f"{g['layout']} up to {g['limit']:,}" for g in one["groups"])
-        console.print(f"{one['dataset']}: fxpar would take {groups}: {one['speedup']:.2f} times {STATIC}", markup=False)
+    _show_chosen(console, data["chosen"])
     for name, tokens in data["tokens_per_mini_batch"].items():
         console.print(f"{name}: {tokens:,} tokens per mini-batch (fitted)", markup=False)
     for key in ("network", "prices", "assumptions"):

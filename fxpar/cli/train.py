@@ -28,7 +28,7 @@ from fxpar.errors import (
     RankFailedError,
 )
 from fxpar.ir.strategy import Strategy
-from fxpar.search.plan_file import Plan, read_plan
+from fxpar.search.plan_file import Plan, parse_plan, read_plan
 from fxpar.train.config import TrainConfig, parse_config, read_config
 from fxpar.train.strategies import STATIC
 from fxpar.train.tasks import chooses, has_tasks
@@ -202,7 +202,14 @@ def _as_rank(job: Job) -> bool:
 
 def _locally(job: Job, request: TrainRequest) -> bool:
     from fxpar.train.launch import launch
-    from fxpar.train.preflight import check_free, check_parts, check_ranks, check_resumed_model, preflight
+    from fxpar.train.preflight import (
+        check_free,
+        check_parts,
+        check_planned_model,
+        check_ranks,
+        check_resumed_model,
+        preflight,
+    )
 
     console = stderr_console() if request.json == "-" else stdout_console()
 
@@ -219,6 +226,8 @@ def _locally(job: Job, request: TrainRequest) -> bool:
         say(words)
         job = replace(job, config=chosen)
     check_parts(job.config)  # ranks would find it out too, all of them and seconds later
+    if job.plan is not None:
+        check_planned_model(job.config, parse_plan(job.plan[1], job.plan[0]), job.plan[0])
     preflight(job.config)  # makes folders, so it comes after what needs none
     check_resumed_model(job.config)
     say(f"starting {job.config.world} rank{'s' * (job.config.world > 1)}")

@@ -18,6 +18,7 @@ from fxpar.ir.strategy import SINGLE, Strategy
 MOST_FORMATIONS = 16  # of rounds, as each is lowered and bound: up to 8 parts of a power of two ranks make 10
 _ROUNDS = re.compile(r"\s*rounds\((.*)\)\s*", re.DOTALL)
 _NUMBER = re.compile(r"[0-9]{1,9}$", re.ASCII)
+_JOINTS = frozenset("|>+.@[")  # what two words of one strategy have between them
 
 
 def ranks_of_replica(strategy: Strategy) -> int:
@@ -190,7 +191,8 @@ def _words(choice: Strategy | str) -> list[str] | None:
         why = "a strategy stands between the commas, such as rounds(cp8), rounds(cp8, 2) or rounds(cp8, cp2, dp1)"
         raise StrategySyntaxError(text, text, why)
     for place, word in enumerate(words):
-        if len(split_outside(word, ";")) > 1:
+        beside = itertools.pairwise(filter(None, split_outside(re.sub(r"\s", " ", word), " ")))
+        if len(split_outside(word, ";")) > 1 or any({one[-1], other[0]}.isdisjoint(_JOINTS) for one, other in beside):
             raise StrategySyntaxError(text, word, "strategies are separated by ',', as in rounds(cp8, cp2, dp1)")
         if re.match(r"[-+]?\d", word) and (place != 1 or len(words) > 2 or not _NUMBER.match(word)):
             why = "the least ranks of a team are one whole number behind it, as in rounds(cp8, 2)"

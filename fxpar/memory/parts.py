@@ -92,12 +92,7 @@ class _Joined:
                 self.same[place] = self.inputs[source]
         self.nodes += part.graph.nodes
         self.calls[name] = [node for node in part.graph.nodes if node.op == "call_function"]
-        self.results[name] = [self.same.get(node, node) for node in part.results]
-
-    def pending(self, node: fx.Node) -> list[fx.Node]:
-        """What collectives still read of which a call reads the result: they do until they are waited for."""
-        reads = (self.same.get(read, read) for read in node.all_input_nodes)
-        return [operand for read in reads if collective_kind(read) for operand in read.all_input_nodes]
+        self.results[name] = list(part.results)
 
 
 def trace_stage(
@@ -142,7 +137,7 @@ def _lives(joined: _Joined, names: tuple[str, ...], sized: SizedStorages, stage:
     kinds = _kinds(joined, storages, saved, _finals(joined, names[-1], storages, stage))
     traces = {}
     for name in names:
-        steps = _steps(joined, name, storages, kinds, born)
+        steps = _steps(joined.calls[name], storages, kinds, born)
         made = {s for step in steps for s, _ in step.births}
         results = tuple(next(iter(storages.of[n]), None) for n in joined.results[name])
         traces[name] = PartTrace(steps, frozenset(reads[name] - made - lasting), frozenset(made), results)
@@ -216,21 +211,21 @@ def _finals(joined: _Joined, last: str, storages: Storages, stage: StageProgram)
 
 
 def _steps(
-    joined: _Joined,
-    name: str,
+    calls: list[fx.Node],
     storages: Storages,
     kinds: Mapping[int, str],
     born: set[int],
 ) -> tuple[StorageStep, ...]:
     """Births and deaths in one part; `born` grows."""
-    calls = joined.calls[name]
     last: dict[int, int] = {}
     births: list[list[tuple[int, str]]] = []
     for i, node in enumerate(calls):
         made = [s for s in storages.of[node] if s not in born]
         born.update(made)
         births.append([(s, kinds[s]) for s in made])
-        for value in (node, *node.all_input_nodes, *joined.pending(node)):
+        # A collective reads its operand until it is waited for, which is in the same part.
+        pending = [o for c in node.all_input_nodes if collective_kind(c) for o in c.all_input_nodes]
+        for value in (node, *node.all_input_nodes, *pending):
             last.update(dict.fromkeys(storages.of[value], i))
     deaths: dict[int, list[int]] = {}
     for storage, i in last.items():

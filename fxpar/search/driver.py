@@ -39,7 +39,7 @@ from fxpar.search.price import Candidate, Lower, Priced, optimizer_s
 from fxpar.search.pricing import PricedSet, SetPricer, different, guessed_border_s
 from fxpar.search.problem import Found, Problem
 from fxpar.search.rank_orders import in_best_order
-from fxpar.search.reductions import accumulators_of
+from fxpar.search.reductions import accumulators_key
 from fxpar.search.rounds import Rounds, best_rounds
 from fxpar.search.ruled import RuleSearch
 from fxpar.search.sets import Groups, RankedSet, ranked_sets
@@ -225,7 +225,7 @@ class _Search:
         """Sets of at most so many strategies, with or without teams, whose bounds are low: they would crowd out all."""
         seconds = self.seconds if teams else without_teams(self.candidates, self.seconds)
         borders = [guessed_border_s(one, self.problem.cluster) * (most > 1) for one in self.candidates]
-        return ranked_sets(seconds, borders, self.intervals, most, [*map(accumulators_of, self.candidates)])
+        return ranked_sets(seconds, borders, self.intervals, most, [*map(accumulators_key, self.candidates)])
 
     def _best(self, ranked: Iterable[RankedSet], keep: int) -> list[PricedSet]:
         """Planned on the sample mini-batches, best first, until no other one can be among the best `keep`; those that
@@ -292,10 +292,10 @@ class _Search:
             groups = [self._groups_of(plan) for plan in best]
             if not any([self._disappoints(one, plan) for one, plan in zip(groups, best, strict=True)]):
                 break
-        found, *kept = [self._refined(one, rules=number < 2) for number, one in enumerate(groups)]
-        kept.sort(key=_seconds)
-        better = found.predicted_s < kept[0].predicted_s  # by rules
-        return different([found, *kept], self.pricer)[: self.problem.keep] if better else kept, found
+        refined = sorted((self._refined(one, rules=number < 2) for number, one in enumerate(groups)), key=_seconds)
+        # What saves memory or permutes ranks may make sets alike, or leave one strategy of two.
+        static = next(one for one in refined if one.alone)
+        return different(refined, self.pricer)[: self.problem.keep], static
 
     def _at_best_s(self, plan: PricedSet) -> float:
         """Of a set with guesses at pipelines under a faster schedule where they fit: all of them, else one by one."""

@@ -22,7 +22,7 @@ SAMPLES = 8  # mini-batches that a set of strategies is priced with,
 ENOUGH = 4_096  # or as few as have so many sequences,
 FEWEST = 2  # but not fewer
 CORPORA = (".jsonl", ".ndjson", ".parquet")  # files of documents; a folder is a corpus too
-_NUMBER = re.compile(r"-?[0-9]+")
+_NUMBER = re.compile(r"-?[0-9]{1,99}")
 _WHOLE = f"Lengths are whole numbers of tokens, from 1 to {LONGEST:,}"
 
 
@@ -136,12 +136,17 @@ def _values(path: str) -> object:
                 raise LengthsError(path, why, "Save it with np.savez(file, lengths=lengths)")
             return found["lengths"]
         content = Path(path).read_text(encoding="utf-8")
-        return json.loads(content) if path.endswith(".json") else content.split()
+        return json.loads(content) if path.endswith(".json") else [_number(word) for word in content.split()]
     except OSError as error:
         raise LengthsError(path, f"cannot be read: {error}", "Write a length in tokens per line") from error
     except (ValueError, EOFError, RecursionError, MemoryError, NotImplementedError, zipfile.BadZipFile) as error:
         kind = Path(path).suffix or "text"
         raise LengthsError(path, f"holds no {kind} of lengths", "Write a length in tokens per line") from error
+
+
+def _number(word: str) -> int | str:
+    """A word of a text as a number, if it is one."""
+    return int(word) if _NUMBER.fullmatch(word) else word
 
 
 def _checked(path: str, values: object) -> np.ndarray:
@@ -162,7 +167,7 @@ def _checked(path: str, values: object) -> np.ndarray:
 
 def _whole(path: str, number: int, value: object) -> int:
     try:
-        if isinstance(value, bool | float) or (isinstance(value, str) and not _NUMBER.fullmatch(value)):
+        if isinstance(value, bool | float | str):
             raise TypeError
         return int(value)  # type: ignore[call-overload]
     except (TypeError, ValueError):

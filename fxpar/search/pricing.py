@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fxpar.batching import BatchPlan, GroupPlan, LengthGroup, RunTime, plan_batch
+from fxpar.batching import BatchPlan, LengthGroup, RunTime, plan_batch
 from fxpar.batching.borders import Borders, by_strategy, overlap_pays
 from fxpar.batching.planner import BorderSeconds, KnownLoads, least_batch_s
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.cost.group import simulated_s
+from fxpar.ir.strategy import Strategy
 from fxpar.ir.teams import largest_team
 from fxpar.search.doubt import FEW, Doubt
 from fxpar.search.price import Depth, Priced
-from fxpar.search.reductions import SetReductions, accumulator_bytes, accumulators_of
+from fxpar.search.reductions import SetReductions, accumulator_bytes, accumulators_key
+from fxpar.search.runs import busy_s, simulated_run_s
 from fxpar.search.sets import DIFFERENT
 from fxpar.search.switching import ModelSwitches, Outlines, SetSwitches
 from fxpar.search.traffic import SetTraffic, lowered, orders_of
@@ -25,7 +26,9 @@ from fxpar.search.traffic import SetTraffic, lowered, orders_of
 class PricedGroup:
     """A length group of a set; `seconds` are those of its runs in a mean mini-batch, `tokens` its share of all. Those
     that are planned take all stages of a pipeline for the slowest; `simulated_s` is what the schedule of stages that
-    differ takes, of a set that has settled.
+    differ takes, of a set that has settled. There are so many `micro_batches` on all replicas, which they keep a
+    replica `busy_s` in the mean: else it waits, in bubbles and for slower replicas. (Of a set that has not settled,
+    and of teams side by side, it is `seconds`.)
     """
 
     limit: int
@@ -34,6 +37,8 @@ class PricedGroup:
     seconds: float
     tokens: float
     simulated_s: float
+    micro_batches: float
+    busy_s: float
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,11 @@ class PricedSet:
     def memory_bytes(self) -> dict[str, int]:
         """By strategy: the peak of a rank while it runs."""
         return {name: sum(parts.values()) for name, parts in self.memory_parts.items()}
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is one strategy for all sequences, of one team."""
+        return len(self.groups) == 1 and not Strategy.parse(self.groups[0].strategy).teams
 
     @property
     def simulated_s(self) -> float:
@@ -186,7 +196,7 @@ class SetPricer:
         return min(sum(plan.predicted_s for plan in each) / len(each) for each in plans) + self.optimizer_s
 
     def _may_overlap(self, chosen: Sequence[tuple[int, Priced]]) -> bool:
-        return self.overlap and overlap_pays(len({accumulators_of(one) for _, one in chosen}), self.cluster)
+        return self.overlap and overlap_pays(len({accumulators_key(one) for _, one in chosen}), self.cluster)
 
     def _mini_batches(
         self,
@@ -285,15 +295,18 @@ class SetPricer:
         settle: bool,
     ) -> tuple[PricedGroup, ...]:
         """Means over the mini-batches, which ran as planned."""
-        seconds, tokens, simulated = ([0.0] * len(groups) for _ in range(3))
+        seconds, tokens, simulated, runs, busy = ([0.0] * len(groups) for _ in range(5))
         for batch, plan in zip(self.batches, plans, strict=True):
             for group in plan.groups:
-                found = _simulated_s(chosen[group.group][1], group, batch) if settle else group.predicted_s
+                found = simulated_run_s(chosen[group.group][1], group, batch) if settle else group.predicted_s
                 seconds[group.group] += group.predicted_s / len(plans)
                 simulated[group.group] += found / len(plans)
                 tokens[group.group] += sum(m.tokens for m in group.micro_batches()) / len(plans)
+                runs[group.group] += sum(map(len, group.replicas)) / len(plans)
+                worked = busy_s(chosen[group.group][1].cost, group, batch) if settle else group.predicted_s
+                busy[group.group] += worked / len(plans)
         return tuple(
-            PricedGroup(g.limit, str(g.strategy), g.token_budget, seconds[i], tokens[i], simulated[i])
+            PricedGroup(g.limit, str(g.strategy), g.token_budget, seconds[i], tokens[i], simulated[i], runs[i], busy[i])
             for i, g in enumerate(groups)
         )
 
@@ -332,18 +345,6 @@ class SetPricer:
             }
             found[one.name] = max(found.get(one.name, parts), parts, key=lambda one: sum(one.values()))
         return found
-
-
-def _simulated_s(one: Priced, group: GroupPlan, batch: Sequence[int]) -> float:
-    """Of the slowest replica. As planned where there are no stages, or several on a rank, where a micro-batch is in
-    bins, and where ranks take turns on a core.
-    """
-    strategy, positions = one.strategy, one.by_position
-    plain = strategy.pipeline.virtual == strategy.bins == 1 and one.cluster.sustained.shared_by == 1
-    if len(positions) < 2 or not plain:
-        return group.predicted_s
-    runs = [[[batch[i] for i in micro.sequences] for micro in replica] for replica in group.replicas]
-    return max(simulated_s(positions, strategy.pipeline.schedule, each) for each in runs)
 
 
 def guessed_border_s(one: Priced, cluster: ClusterSpec) -> float:

@@ -27,7 +27,7 @@ class SetReductions:
     @classmethod
     def of(cls, unique: Mapping[str, Priced]) -> SetReductions:
         seconds = {name: one.reduce_s for name, one in unique.items()}
-        return cls(seconds, {name: accumulators_of(one) for name, one in unique.items()})
+        return cls(seconds, {name: accumulators_key(one) for name, one in unique.items()})
 
     @property
     def are_shared(self) -> bool:
@@ -46,7 +46,7 @@ class SetReductions:
         return [name for name, other in zip_longest(names, names[1:]) if other is None or not self.pass_on(name, other)]
 
 
-def accumulators_of(one: Priced) -> str:
+def accumulators_key(one: Priced) -> str:
     """As `fxpar.switch.terms.accumulators_of` tells programs apart: what saves memory leaves gradients where they are,
     but for ZeRO-2, which cuts them as ZeRO-3 does. Those that are only final behind the micro-batches are a strategy's
     own.
@@ -67,7 +67,7 @@ def accumulator_bytes(found: Collection[Priced], overlap: bool) -> int:
     held: dict[str, int] = {}
     groups = Counter(one.name for one in found)
     for one in found:
-        name = accumulators_of(one)
+        name = accumulators_key(one)
         held[name] = max(held.get(name, 0), one.stays.gradient_bytes)
     # What one group of a strategy leaves the next one of it adds to, or runs beside.
     twice = [one.stays.gradient_bytes for one in found if one.pace is None and groups[one.name] > 1]

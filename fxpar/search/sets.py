@@ -36,14 +36,14 @@ def ranked_sets(
     borders_s: Sequence[float],
     found: Intervals,
     most: int,
-    sharing: Sequence[Hashable] | None = None,
+    accumulators: Sequence[Hashable] | None = None,
 ) -> list[RankedSet]:
     """Sets of at most `most` strategies that hold all lengths, best guess first.
 
     `seconds[s]` [mini-batches, i, j] as `least_seconds` gives them, `borders_s[s]` is a guess at what the switch to a
-    strategy and the reduction after it add, once for those that are `sharing` the same (by default none do). Dynamic
-    programming over the limits: for each limit and number of groups the KEPT best partial sets, so that there are
-    second-best ones to compare. One strategy may have several limits.
+    strategy and the reduction after it add, once for those whose `accumulators[s]` are the same (by default none).
+    Dynamic programming over the limits: for each limit and number of groups the KEPT best partial sets, so that there
+    are second-best ones to compare. One strategy may have several limits.
     Sets that run the same tokens under the same strategies, but for a few, come last, behind the best guess of each
     kind: else a group that has nearly no sequences makes many of one set.
     """
@@ -52,7 +52,7 @@ def ranked_sets(
     count = len(found.edges)
     borders = np.array(borders_s)
     few = DIFFERENT * float(tokens[0, -1]) or 1.0
-    shared = range(len(borders_s)) if sharing is None else sharing
+    keys = range(len(borders_s)) if accumulators is None else accumulators
     start = RankedSet(0.0, 0.0, ())
     layer: list[list[RankedSet]] = [[start], *([] for _ in range(count))]
     finished: list[RankedSet] = []
@@ -61,7 +61,7 @@ def ranked_sets(
         for i in range(count):
             if not layer[i]:
                 continue
-            have_come = [(one, {shared[s] for s, _ in one.tokens}) for one in layer[i]]
+            have_come = [(one, {keys[s] for s, _ in one.tokens}) for one in layer[i]]
             for j in range(i, count):
                 if tokens[i, j] == 0 and j + 1 < count:
                     continue  # who takes the next lengths takes these
@@ -72,7 +72,7 @@ def ranked_sets(
                     least_s, cell = float(means[s, i, j]), (int(s), float(tokens[i, j]))
                     following[j + 1] += [
                         (
-                            one.guess_s + least_s + (0.0 if shared[s] in came else borders_s[s]),
+                            one.guess_s + least_s + (0.0 if keys[s] in came else borders_s[s]),
                             one.least_s + least_s,
                             (*one.groups, (j, cell[0])),
                             one,

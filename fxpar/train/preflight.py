@@ -31,6 +31,8 @@ from fxpar.errors import (
 )
 from fxpar.ir.teams import formations, teams_apart
 from fxpar.profiling.record import check_measured
+from fxpar.runtime.planned import parameters_of
+from fxpar.search.plan_file import Plan
 from fxpar.store.folder import Given
 from fxpar.switch.order import check_order
 from fxpar.train.config import TrainConfig, described_cluster
@@ -177,10 +179,26 @@ def check_resumed_model(config: TrainConfig) -> None:
     if config.tasks:
         _check_resumed_shapes(config, [task_model(config, "meta")])
         return
+    _check_resumed_shapes(config, shapes_so_far(config))
+
+
+def shapes_so_far(config: TrainConfig) -> list[nn.Module]:
+    """The model of a run, on the meta device; two that differ in what follows from a tokenizer which is yet to be
+    trained. Raises as `shapes_for` does.
+    """
     sizes = [config.data.vocab, config.data.vocab + VOCAB_MULTIPLE]
     if config.data.tokenizer is not None:
         sizes = [load_tokenizer(config.data.tokenizer, end_token=config.data.end_token).vocab_size]
-    _check_resumed_shapes(config, [shapes_for(config, size, {}).model for size in sizes])
+    return [shapes_for(config, size, {}).model for size in sizes]
+
+
+def check_planned_model(config: TrainConfig, plan: Plan, path: str) -> None:
+    """See that the plan at `path` is for a model with as many parameters, unless a tokenizer which is yet to be trained
+    decides about them: then ranks see it. Raises PlanFileError.
+    """
+    counts = {parameters_of(model) for model in shapes_so_far(config)}
+    if len(counts) == 1:
+        plan.check_module(path, counts.pop(), config.world)
 
 
 def _check_resumed_shapes(config: TrainConfig, models: Sequence[nn.Module]) -> None:

@@ -118,7 +118,7 @@ def _shown(fxpar: Session, insides: Mapping[str, Inside], ranks: Sequence[StepSp
             reduction.intra_node_bytes + reduction.inter_node_bytes if leaves else 0,
         )
         switch_ms = 1e3 * switching.predicted_s(name, visited)
-        planned.append(Planned(group, insides[name], switch_ms, 1e3 * reduction.predicted_s if leaves else 0.0))
+        planned.append(Planned(group, insides[name], switch_ms, 1e3 * reduction.predicted_s))
         visited.append(name)
     programs = [insides[one.group.strategy].program for one in planned]
     optimizer_ms = adam_ms(bytes_at_home(store.home, store.trained), engine.cluster)

@@ -11,10 +11,11 @@ import tokenizers
 
 from fxpar.batching import length_groups
 from fxpar.cli.console import human_bytes
-from fxpar.cli.plan import _won
+from fxpar.cli.plan import _won, why_slower
 from fxpar.models import load
 from fxpar.runtime.planned import parameters_of
 from fxpar.search.plan_file import read_plan
+from fxpar.search.pricing import PricedGroup, PricedSet
 from fxpar.train.config import parse_config
 from fxpar.train.demo import DEMO
 from tests.cli.helpers import fxpar
@@ -34,7 +35,10 @@ def planned(tmp_path_factory):
 def test_it_shows_what_it_writes(planned):
     text, plan, data, _ = planned
     assert "plan 1:" in text
-    assert re.search(r"% slower, because it(s micro-batches take| waits) longer", text)
+    assert re.search(r"% slower, because it(s micro-batches take|s ranks wait| waits) longer", text)
+    for group in (group for one in data["plans"] for group in one["groups"] if group["tokens"]):
+        assert group["micro_batches"] >= group["tokens"] / group["token_budget"]
+        assert 0 < group["busy_s"] <= group["seconds"] + 1e-6
     assert "no set takes less than" in text
     best = data["plans"][0]
     assert [group["strategy"] for group in best["groups"]] == [group.strategy for group in plan.groups]
@@ -57,6 +61,24 @@ def test_it_shows_what_it_writes(planned):
     assert data["search_cpu_s"] > 0
     assert data["tokens_per_step"] == plan.tokens_per_step == 2048
     assert [one["tokens_per_step"] for one in data["batch_sizes"]] == [2048]
+
+
+def test_a_slower_plan_says_where_it_loses_most():
+    def made(busy_s, waits_s=0.0, exposed_s=0.0, switch_s=0.0, reduce_s=0.0, micro_batches=8.0):
+        groups = tuple(
+            PricedGroup(64, "dp2", 64, (busy_s + waits_s) / 2, 400.0, 0.0, micro_batches / 2, busy_s / 2) for _ in "12"
+        )
+        return PricedSet(groups, 0.0, exposed_s, switch_s, reduce_s, 0.0, {}, 0)
+
+    best = made(1.0)
+    for plan, why in (
+        (made(1.5, 0.4, 0.4), "its micro-batches take longer"),
+        (made(1.5, micro_batches=16.0), "its micro-batches take longer (16 of 50 tokens, not 8 of 100)"),
+        (made(0.5, 0.6, 0.1, 9.0), "its ranks wait longer, in bubbles and for slower replicas"),
+        (made(1.1, 0.1, 0.2, 1.0, 0.5), "it waits longer for switches"),
+        (made(1.1, 0.1, 0.2, 0.0, 0.5), "it waits longer for reductions"),
+    ):
+        assert why_slower(plan, best) == why
 
 
 def test_it_knows_its_model_by_the_number_of_parameters(planned):

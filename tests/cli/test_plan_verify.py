@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fxpar.cli.plan import ROUNDS, remarks
-from fxpar.cli.plan_verify import check_verify, kind_here, other_devices, verdict, verified_json
+from fxpar.cli.plan_verify import check_verify, far_off, kind_here, other_devices, verdict, verified_json
 from fxpar.cli.plan_verify_rank import known_ids
 from fxpar.errors import MeasuredElsewhereError, PlanOptionError
 from fxpar.models.loaded import LoadedModel
@@ -44,6 +44,22 @@ def test_what_changed_is_said():
     data = verified_json(found)
     assert (data["compute_factor"], data["link_factor"]) == pytest.approx((2.0, 5.0))
     assert [plan["measured_s"] for plan in data["plans"]] == [2.5, 2.4]
+
+
+def test_what_is_far_off_is_said(tmp_path):
+    """With what to do, by where the figures come from."""
+    names, close = ["plan 1", "plan 2"], plans((1.0, 0.0, 1.14), (1.0, 0.0, 0.86))
+    assert far_off(close, names, None) == []
+    far, measured = plans((1.0, 0.0, 1.25), (0.75, 0.25, 0.5)), tmp_path / "cluster.json"
+    measured.write_text('{"measured": {"device": "a device", "torch": "2.0"}}')
+    for cluster, do in (
+        (None, "measure this machine with fxpar profile and name its file with --cluster"),
+        ("h100", "figures of h100 were not measured here: name a file that fxpar profile"),
+        (str(measured), f"measure it anew, while nothing else runs here: fxpar profile -o {measured} --force"),
+    ):
+        (line,) = far_off(far, names, cluster)
+        assert line.startswith(f"more than 15% off: plan 2 took 0.5 times the predicted time; {do}")
+    assert far_off(far[:1], names, None)[0].startswith("more than 15% off: plan 1 took 1.25 times")
 
 
 def test_what_cannot_run_here_is_said_before_the_search(tmp_path):

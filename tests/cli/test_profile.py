@@ -15,7 +15,7 @@ from rich.console import Console
 from fxpar.cli import profile
 from fxpar.cli.run_commands import ProfileRequest
 from fxpar.cost.cluster import ClusterSpec
-from fxpar.errors import LauncherSignalError, ProfileError
+from fxpar.errors import LauncherSignalError
 from fxpar.profiling import points
 from tests.cli.helpers import fxpar
 
@@ -92,11 +92,11 @@ def test_what_was_interrupted_goes_on(monkeypatch, tmp_path):
     def counted(trial, *rest):
         runs.append(trial.words())
         if len(runs) == 9:
-            raise ProfileError("was interrupted", "Again")
+            raise KeyboardInterrupt
         return taken_s(trial, *rest)
 
     monkeypatch.setattr(points, "_taken_s", counted)
-    assert fxpar("profile", *TINY)[0] == 1
+    assert fxpar("profile", *TINY)[::2] == (130, "The same command goes on from cluster.json.part\ninterrupted\n")
     part = tmp_path / "cluster.json.part"
     assert len(part.read_text().splitlines()) == 1 + 8
     part.write_text(part.read_text()[:-5])
@@ -164,12 +164,14 @@ def test_what_ranks_measure_is_seen(tmp_path):
     assert set(said) == {"2 of 9 (round 1 of 3) add"}
 
 
-def test_what_is_said_if_the_launcher_is_told_to_end(monkeypatch):
+def test_what_is_said_if_the_launcher_is_told_to_end(monkeypatch, tmp_path):
     def ended(*_, **__):
         raise LauncherSignalError("SIGTERM")
 
     monkeypatch.setattr(profile, "run_ranks", ended)
     said = "ended by SIGTERM; all ranks were ended too"
+    assert fxpar("profile", "--ranks", "2")[2] == f"error: {said}\n"
+    (tmp_path / "cluster.json.part").write_text("")
     assert said + ". The same command goes on from cluster.json.part" in fxpar("profile", "--ranks", "2")[2]
     assert fxpar("profile", "--ranks", "2", "-o", "-")[2].endswith(f"{said}\n")
 

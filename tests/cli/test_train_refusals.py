@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from fxpar.checkpoint import save_checkpoint
+from fxpar.runtime.planned import parameters_of
 from fxpar.search.plan_file import Plan, PlanGroup
 from fxpar.train.config import read_config
-from fxpar.train.model import build_model
+from fxpar.train.model import build_model, shapes_for
 from fxpar.train.rank import Outcome
 from tests.cli.helpers import fxpar
 from tests.cli.training import CONFIG
@@ -232,6 +233,23 @@ def test_strategies_are_chosen_for_the_ranks_of_torchrun(config, monkeypatch):
     assert jobs[1].config.world == 2  # said: ranks refuse another number
     assert fxpar("train", "tiny.toml")[0] == 0
     assert jobs[2].config.run.ranks is None  # strategies that are known say it
+
+
+def test_a_plan_for_other_parameters_before_any_rank_starts(config, monkeypatch):
+    """Of a model as large as the plan says; a tokenizer that is yet to be trained may make it another one."""
+    monkeypatch.setattr("fxpar.train.launch.launch", lambda *_: Outcome("done", 6))
+    model = {"layers": "1", "dim": "32", "heads": "4", "kv_heads": "2", "ffn": "48", "vocab": "320"}
+    count = parameters_of(shapes_for(read_config("tiny.toml"), 320, {}).model)
+    options = tuple(f"{key}={value}" for key, value in model.items())
+    words = [*STDLIB, "--plan", "plan.toml", "--set", "checkpoint.enabled=false"]
+    for parameters, more, refused in ((count, ["vocab=320"], False), (count + 1, ["vocab=320"], True), (9, [], False)):
+        groups = (PlanGroup(32, "dp2", 32), PlanGroup(128, "tp2+sp", 128))
+        plan = Plan("llama", 2, 500, groups, options, parameters=parameters)
+        (config / "plan.toml").write_text(plan.to_toml())
+        given = [word for one in more for word in ("--set", f"model.options.{one}")]
+        _, _, err = fxpar("train", *words, *given)
+        assert (f"'plan.toml': it is for llama with {count + 1:,} parameters, and this model has" in err) == refused
+        assert refused or "error" not in err, err
 
 
 def test_a_run_of_tasks_is_of_no_plan_and_not_compared(tmp_path):

@@ -158,6 +158,7 @@ def test_other_strategies_are_what_they_are():
         ("rounds[cp4]", r"strategy 'rounds\[cp4\]': rounds have parentheses, .* as in rounds\(cp8\)"),
         ("rounds cp4", "rounds have parentheses"),
         ("rounds(cp4; cp2)", r"strategy 'rounds\(cp4; cp2\)': strategies are separated by ',', as in rounds\(cp8, cp2"),
+        ("rounds(cp4 cp2)", r"strategy 'rounds\(cp4 cp2\)': strategies are separated by ',', as in rounds\(cp8, cp2"),
         ("rounds(cp4)+remat", "stands alone, with flags inside"),
         ("cp2 | rounds(cp2)", "stands alone"),
         ("rounds(cp4) > rounds(cp2)", "stands alone"),

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from fxpar.errors import DimNameError, MicroBatchCountError
+from fxpar.ir.exec_graph import collective_kind
 from fxpar.ir.pipeline_graph import PipelineGraph
 from fxpar.lowering import lower
 from fxpar.memory import (
@@ -19,6 +20,7 @@ from fxpar.memory import (
     steady_micro_batches,
     walk,
 )
+from fxpar.memory.parts import trace_stage
 from fxpar.memory.walk import rank_peak
 from fxpar.remat import storages
 from tests.captured import llama
@@ -75,13 +77,27 @@ def test_peak(spec, tokens, options, strategy, micro_batches):
         assert 0.9 * measured <= predicted <= 1.1 * measured, f"rank {rank}: {predicted} is not {measured}"
 
 
+@functools.cache
+def cut_further() -> PipelineGraph:
+    program = lower(model("llama", 256, **SIZES).graph, "pp2.tp2+sp", for_store=True)
+    assert isinstance(program, PipelineGraph)
+    return program
+
+
+def test_what_a_collective_reads_stays_until_it_is_waited_for():
+    stage, dims = cut_further().stages[0], model("llama", 256, **SIZES).graph.example_dims()
+    parts = trace_stage(stage, ("forward", "backward"), dims, {}, Conditions(), again=False).parts.values()
+    begun = [step for part in parts for step in part.steps if collective_kind(step.node)]
+    waits = [s for part in parts for s in part.steps if any(map(collective_kind, s.node.all_input_nodes))]
+    assert not any(step.deaths for step in begun)
+    assert sum(map(len, (step.deaths for step in waits))) > len(begun) / 2  # others stay for longer
+
+
 @pytest.mark.parametrize("differ", [False, True])
 def test_places_where_nothing_differs_are_looked_at_once(monkeypatch, differ):
     """The last place on each axis is the first one, as far as memory goes; or else has a walk of its own."""
-    captured = model("llama", 256, **SIZES)
-    program = lower(captured.graph, "pp2.tp2+sp", for_store=True)
-    assert isinstance(program, PipelineGraph)
-    plan, dims = schedule_of(program, 4), captured.graph.example_dims()
+    program = cut_further()
+    plan, dims = schedule_of(program, 4), model("llama", 256, **SIZES).graph.example_dims()
     places: list[dict[str, int]] = [{}, {"tp": 1}]
     alone = [
         max(rank_peak(program, plan, position, dims, [at], Conditions()).whole.total_bytes for at in places)

@@ -52,6 +52,24 @@ def test_equal_operands_of_other_types_are_other_calls():
     assert made == [torch.int64, torch.float32, torch.int64]
 
 
+def storage_bytes(one):
+    return one.untyped_storage().nbytes()
+
+
+def test_operands_that_lie_otherwise_are_other_calls():
+    """At another offset, with other strides, of another type, in another storage; equal ones are one object."""
+    values = MetaValues()
+    x, y = (values.placed((4, 4), dtype) for dtype in (torch.float32, torch.int32))
+    top, low = (values.call(aten.slice.Tensor, (x, 0, i, i + 2), {}) for i in (0, 2))
+    turned, half = values.call(aten.t.default, (x,), {}), values.placed((2, 4), torch.float32)
+    assert [values.call(aten.select.int, (one, 0, 1), {}).offset for one in (top, low)] == [4, 12]
+    assert [values.call(aten.clone.default, (one,), {}).strides for one in (x, turned)] == [(4, 1), (1, 4)]
+    assert [values.call(aten.mul.Tensor, (one, one), {}).dtype for one in (x, y)] == [torch.float32, torch.int32]
+    assert [values.call(storage_bytes, (one,), {}) for one in (top, half)] == [64, 32]
+    assert len({hash(one.look) for one in (x, y, top, low, turned, half)}) == 6
+    assert values.call(aten.t.default, (turned,), {}).look is x.look
+
+
 def test_operands_without_a_hash():
     values = MetaValues()
     x = values.placed((3, 4), torch.float32)

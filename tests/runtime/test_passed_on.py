@@ -26,8 +26,23 @@ class Twins(nn.Module):
         return self.inner(input_ids, position_ids) * (1 + (self.one + self.other).sum())
 
 
+class Turned(nn.Module):
+    """A gradient is a view of another one: what is added to needs memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.one, self.other = Small(), nn.Parameter(torch.eye(131)), nn.Parameter(torch.zeros(131, 131))
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return self.inner(input_ids, position_ids) @ (self.one + self.other.T)
+
+
 def twins() -> nn.Module:
     return Twins().double()
+
+
+def turned() -> nn.Module:
+    return Turned().double()
 
 
 CASES = {
@@ -41,7 +56,7 @@ CASES = {
         ("arena", small, DENSE, {"resident": []}),
         ("stages", stacked, STAGES, {}),
         ("zero", small, ZERO, {}),
-        ("one", small, ONE, {}),
+        ("one", turned, ONE, {}),
         ("twins", twins, ONE, {}),
         ("chain", small, DENSE, {"gradients": "chain"}),
     )

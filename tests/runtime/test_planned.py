@@ -243,7 +243,7 @@ def test_several_strategies_must_be_worth_it(seconds, chosen, monkeypatch):
     """The set is predicted to take this share of the time of `dp2` alone."""
 
     def priced(time: float, *strategies: str) -> PricedSet:
-        groups = tuple(PricedGroup(64 * 4**i, one, 512, time, 0.0, time) for i, one in enumerate(strategies))
+        groups = tuple(PricedGroup(64 * 4**i, one, 512, time, 0.0, time, 1.0, time) for i, one in enumerate(strategies))
         return PricedSet(groups, time, 0.0, 0.0, 0.0, 0.0, {one: {} for one in strategies}, 0)
 
     one, several = priced(1.0, "dp2"), priced(seconds, "tp2+sp", "dp2")

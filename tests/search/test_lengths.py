@@ -58,6 +58,7 @@ def test_a_corpus_is_cut_as_training_cuts_it(tmp_path):
         ("a.txt", "5\n0\n", "has 0 as length 2"),
         ("a.txt", "5\nx\n", "has 'x' as length 2"),
         ("a.json", "[5, 2.5]", "has 2.5 as length 2"),
+        ("a.json", '["3"]', "has '3' as length 1"),
         ("a.json", "[5, true]", "has True as length 2"),
         ("a.json", '{"a": 1}', "holds a dict"),
         ("a.json", "[5", "holds no .json of lengths"),

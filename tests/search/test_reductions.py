@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 
 from fxpar.ir.strategy import Strategy
-from fxpar.search.reductions import SetReductions, accumulator_bytes, accumulators_of
+from fxpar.search.reductions import SetReductions, accumulator_bytes, accumulators_key
 from fxpar.switch import terms
 from tests.search.test_driver import known, lowered
 from tests.search.test_traffic import NODES
@@ -34,7 +34,7 @@ def test_what_adds_up_in_a_search_adds_up_in_a_session():
     same = {
         frozenset(pair)
         for pair in combinations(TEXTS, 2)
-        if accumulators_of(priced[pair[0]]) == accumulators_of(priced[pair[1]])
+        if accumulators_key(priced[pair[0]]) == accumulators_key(priced[pair[1]])
     }
     assert same == expected
     for pair in same:

@@ -22,14 +22,14 @@ numbers = st.integers(0, 50).map(float)
     st.lists(numbers, min_size=3, max_size=3),
     st.sampled_from([None, "abc", "aab", "aaa"]),
 )
-def test_the_first_set_is_the_best_of_all(tables, borders, sharing):
+def test_the_first_set_is_the_best_of_all(tables, borders, accumulators):
     found = Intervals(EDGES, ((1, 12, 30),))
     seconds = [np.where(found.inside, np.array(t).reshape(3, 3), np.inf)[None] for t in tables]
     borders = borders[: len(tables)]
-    ranked = ranked_sets(seconds, borders, found, 3, sharing)
+    ranked = ranked_sets(seconds, borders, found, 3, accumulators)
 
     def guess(groups):
-        first = {(sharing or "abc")[s]: s for _, s in reversed(groups)}
+        first = {(accumulators or "abc")[s]: s for _, s in reversed(groups)}
         edges = [-1, *(edge for edge, _ in groups)]
         runs = sum(seconds[s][0, before + 1, edge] for before, (edge, s) in zip(edges, groups, strict=False))
         return runs + sum(borders[s] for s in first.values())
@@ -80,8 +80,8 @@ def test_strategies_that_share_gradients_have_one_border():
     short = np.where(found.inside & np.array([True, False, False]), 1.0, np.inf)[None]
     whole = np.where(found.inside, 9.0, np.inf)[None]
     both = ((0, 0), (2, 1))
-    for sharing, guess in ((None, 1.0 + 9.0 + 5.0 + 3.0), ("ab", 18.0), ("aa", 1.0 + 9.0 + 5.0)):
-        ranked = ranked_sets([short, whole], [5.0, 3.0], found, 2, sharing)
+    for accumulators, guess in ((None, 1.0 + 9.0 + 5.0 + 3.0), ("ab", 18.0), ("aa", 1.0 + 9.0 + 5.0)):
+        ranked = ranked_sets([short, whole], [5.0, 3.0], found, 2, accumulators)
         assert {one.groups: one.guess_s for one in ranked}[both] == guess
 
 

@@ -1,4 +1,4 @@
-"""The roles that the ranks of a replica may have."""
+"""Shapes of strategies, and the roles that the ranks of a replica may have."""
 
 from __future__ import annotations
 
@@ -13,13 +13,37 @@ from fxpar.search.space import (
     layout_rule,
     placed_alike,
     role_layouts,
+    shapes,
     single_axis,
     with_layout,
+    with_savings,
 )
 
 
 def written(layouts) -> list[str]:
     return [".".join(f"{name}{degree}" for name, degree in one) for one in layouts]
+
+
+def test_shapes_are_all_of_a_world():
+    found = [str(one) for one in shapes(8, 4, 2)]
+    assert found[0] == "dp8"
+    assert len(set(found)) == len(found)
+    assert {"dp8", "cp8", "dp2.pp2.tp2+sp", "dp2.tp4+sp", "pp2.cp4", "dp2.cp2.tp2+sp"} <= set(found)
+    assert all(Strategy.parse(text).world == 8 for text in found)
+    assert not any("tp8" in text or "pp4" in text for text in found)
+    assert with_savings(Strategy.parse("tp4+sp"), 2) is None
+    assert str(with_savings(Strategy.parse("tp4+sp"), 1)) == "tp4+sp+remat(selective|redo_comm)"
+    assert str(with_savings(Strategy.parse("dp2.cp2"), 1)) == "dp2.cp2+remat(selective)"
+    assert str(with_savings(Strategy.parse("dp4"), 4)) == "dp4+zero3+remat"
+
+
+def test_shapes_of_a_model_with_experts_are_those_without_and_more():
+    """Degrees of ep divide the number of experts; ranks inside of a stage are at most 64."""
+    found, without = [str(one) for one in shapes(8, 4, 2, experts=6)], [str(one) for one in shapes(8, 4, 2)]
+    assert [text for text in found if "ep" not in text] == without
+    assert {"dp4.ep2", "ep2.cp4", "dp2.ep2.tp2+sp", "dp2.pp2.ep2", "pp2.ep2.cp2"} <= set(found)
+    assert not any("ep4" in text or "ep8" in text for text in found)
+    assert not any(one.degree("ep") * one.degree("cp") > 64 for one in shapes(128, 1, 1, experts=128))
 
 
 @pytest.mark.parametrize(

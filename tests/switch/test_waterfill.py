@@ -37,3 +37,17 @@ def test_holders_without_a_choice_have_one_level():
     alone[:, :, 2] = True
     assert groups._levels(alone).max() == 0
     assert groups._levels(shared)[:, 0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_slices_that_nobody_needs_keep_none_apart():
+    """Of three neighbours that share a holder with the next, the one between has no receivers."""
+    holders, receivers = np.zeros((2, 3, 1, 5), bool)
+    for number in range(3):
+        holders[number, 0, number : number + 2] = True
+    receivers[[0, 2], 0, 4] = True
+    (found,) = groups._form(holders, receivers)
+    assert found.slices.tolist() == [0, 2]
+    assert found.holders.tolist() == [[0, 1], [2, 3]]
+    assert found.receivers.tolist() == [[4], [4]]
+    receivers[1, 0, 4] = True
+    assert [one.slices.tolist() for one in groups._form(holders, receivers)] == [[0], [1], [2]]

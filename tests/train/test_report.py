@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import re
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fxpar.errors import OutputError, VizDependencyError
-from fxpar.runtime.spans import RunSpan, StepTrace
+from fxpar.runtime.spans import GroupRun, RunSpan, StepTrace
+from fxpar.switch.layout import ParamLayout
 from fxpar.train import report
-from fxpar.train.report import ReportParts, read_metrics, write_report
-from fxpar.train.traces import StepTraces, gathered
-from tests.viz.steps import COMPARISON, STRATEGIES, inside, metrics, shown_step, views
+from fxpar.train.report import ReportParts, _shown, read_metrics, write_report
+from fxpar.train.traces import StepSpans, StepTraces, gathered
+from tests.viz.steps import CLUSTER, COMPARISON, STRATEGIES, inside, metrics, shown_step, views
 
 
 @pytest.fixture
@@ -74,6 +77,31 @@ def test_a_folder_that_is_gone(tmp_path):
 
 def test_half_a_line_is_left_out(folder):
     assert [step["step"] for step in read_metrics(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_that_the_next_group_adds_to_do_not_leave(overlap):
+    """Of three groups the first two have theirs alike; the engine is made up."""
+    one, other = STRATEGIES[0], STRATEGIES[2]
+    plan = SimpleNamespace(intra_node_bytes=300, inter_node_bytes=100, predicted_s=0.5)
+    moves: Any = SimpleNamespace(
+        plan=lambda *names: plan,
+        predicted_s=lambda *names: 0.25,
+        pass_on=lambda name, following: name == following,
+        is_filled=lambda name, visited: name in visited,
+        resident=(one, other),
+    )
+    moves.schedule = moves
+    options = SimpleNamespace(overlap=overlap)
+    engine = SimpleNamespace(switching=moves, gradients=moves, options=options, cluster=CLUSTER)
+    store = SimpleNamespace(home=ParamLayout("home", 4, {}), trained=())
+    session: Any = SimpleNamespace(engine=engine, store=store, tasks={})
+    ran = tuple(GroupRun(limit, name, (((5,),),) * 4) for limit, name in ((16, one), (64, one), (512, other)))
+    insides = {name: inside(name) for name in (one, other)}
+    shown = _shown(session, insides, [StepSpans(3, ran, ())] * 4, 0)
+    assert [group.reduce_bytes for group in shown.predicted.groups] == [0, 400, 400]
+    assert [group.switch_bytes for group in shown.predicted.groups] == [400, 0, 400]
+    assert {span.group for span in shown.predicted.spans if span.kind == "reduce"} == {1, 2}
 
 
 def trace(ms):
