@@ -97,11 +97,12 @@ class Borders:
         plan = schedule_of(order, self.switching.resident, self.overlap, self.gradients)
         return round(simulate_mini_batch(plan, seconds, flows).exposed_s, 9)
 
-    def fastest(self, order: tuple[str, ...], runs: Mapping[str, RunTime]) -> tuple[str, ...]:
+    def fastest(self, order: tuple[str, ...], runs: Mapping[str, RunTime], every: bool = False) -> tuple[str, ...]:
         """The order with the least exposed time; `order` if no other is better. All are tried up to 4 strategies that
-        overlap, else the one in which those that add to each other's gradients follow each other.
+        overlap, or that are to be tried in `every` one, else the one in which those that add to each other's gradients
+        follow each other.
         """
-        if self.overlap and len(order) <= EXHAUSTIVE:
+        if (self.overlap or every) and len(order) <= EXHAUSTIVE:
             orders = itertools.permutations(order)  # the first is `order`
         else:
             orders = iter(dict.fromkeys([order, side_by_side(order, self.gradients)]))

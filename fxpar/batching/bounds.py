@@ -26,11 +26,15 @@ def lower_bound(items: Sequence[SequenceItem], rule: PackingRule) -> int:
     cheapest, runs = items[-1].cost, fewest_bins(items, budget) if rule.packed else len(items)
     bound = fixed * rounded_up(-(-runs // replicas), rule.unit) + rule.fill(cheapest)
     bound = max(bound, _mean_bound(items, rule, costs[-1], runs))
-    for k in range((len(items) - 1) // replicas + 1):
-        first, stop = k * replicas - k, k * replicas + 1
-        runs = -(-(tokens[stop] - tokens[first]) // budget) if rule.packed else k + 1
-        total = costs[stop] - costs[first]
-        bound = max(bound, total + least_overhead(total, items[first].cost, runs, len(items), rule))
+    spans = [(k * replicas - k, k * replicas + 1) for k in range((len(items) - 1) // replicas + 1)]
+    totals = [costs[stop] - costs[first] for first, stop in spans]
+    counts = [-(-(tokens[stop] - tokens[first]) // budget) for first, stop in spans]
+    counts = counts if rule.packed else [stop - first for first, stop in spans]
+    # More sequences, dearer ones or more runs take no less: no overhead is larger than this.
+    most = least_overhead(max(totals), items[0].cost, max(counts), len(items), rule)
+    for total, count, (first, _) in zip(totals, counts, spans, strict=True):
+        if total + most > bound:
+            bound = max(bound, total + least_overhead(total, items[first].cost, count, len(items), rule))
     if rule.lockstep:
         alone = [item.cost for item in items if not rule.packed or 2 * item.tokens > budget][::replicas]
         bound = max(bound, sum(alone) + fixed * rounded_up(len(alone), rule.unit) + rule.fill(items[0].cost))

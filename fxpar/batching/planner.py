@@ -49,6 +49,7 @@ def plan_batch(
     merge: bool = True,
     ride: bool = True,
     known: KnownLoads | None = None,
+    least_border_s: BorderSeconds | None = None,
 ) -> BatchPlan:
     """Plan a mini-batch of sequences with these `lengths` in tokens.
 
@@ -64,7 +65,8 @@ def plan_batch(
 
     Every sequence is in exactly one micro-batch. Ranks that pass equal arguments get equal plans.
 
-    `known` keeps what was worked out for calls to come: sets of groups share many.
+    `known` keeps what was worked out for calls to come: sets of groups share many. `least_border_s`, if it is quicker
+    to work out, gives what `border_s` does at least: a choice of groups that takes too long with that is not asked for.
 
     Groups with a `multiple` are not merged, as not every sequence could follow; single ones may ride.
 
@@ -73,7 +75,8 @@ def plan_batch(
     """
     if len(costs) != len(groups):
         raise GroupCostsError(len(groups), len(costs))
-    planner = _Planner(groups, costs, border_s, packed, by_group(lengths, groups), {} if known is None else known)
+    members, known = by_group(lengths, groups), {} if known is None else known
+    planner = _Planner(groups, costs, border_s, packed, members, known, least_border_s or border_s)
     running = tuple(g for g, members in enumerate(planner.members) if members)
     if merge and all(group.multiple == 1 for group in groups):
         running = planner.search(running)
@@ -97,8 +100,8 @@ def least_batch_s(
     """
     if len(groups) > EXHAUSTIVE:
         return 0.0
-    planner = _Planner(groups, costs, border_s, packed, by_group(lengths, groups), {} if known is None else known)
-    return planner.least / TICKS_PER_S
+    members, known = by_group(lengths, groups), {} if known is None else known
+    return _Planner(groups, costs, border_s, packed, members, known, border_s).least / TICKS_PER_S
 
 
 def by_group(lengths: Sequence[int], groups: Sequence[LengthGroup]) -> list[list[Member]]:
@@ -132,6 +135,7 @@ class _Planner:
     packed: bool
     members: list[list[Member]]  # by the first group that takes them
     known: KnownLoads
+    least_border_s: BorderSeconds
     _loads: dict[tuple[int, int], AnyLoad] = field(default_factory=dict)
 
     def plan(self, choice: Choice) -> BatchPlan:
@@ -168,12 +172,14 @@ class _Planner:
 
     def _cheapest(self, best: Running, others: Iterable[Running]) -> Running:
         """`best`, or one of the others that takes less time; those that cannot are not worked out."""
-        price = self._price(best)
-        for bound, running in sorted((self._bound(other), other) for other in others if self._is_sound(other)):
-            if bound > price[0]:
+        price: tuple[int, int, Running] | None = None
+        for bound, running in sorted((self._bound(one), one) for one in {best, *filter(self._is_sound, others)}):
+            if price is not None and bound > price[0]:
                 break
-            price = min(price, self._price(running))
-        return price[2]
+            if price is None or self._least(running) <= price[0]:
+                found = self._price(running)
+                price = found if price is None else min(price, found)
+        return best if price is None else price[2]
 
     def _subsets(self) -> Iterator[Running]:
         count = len(self.groups)
@@ -204,8 +210,13 @@ class _Planner:
         return self.price(self.choice(running)), moved, running
 
     def _bound(self, running: Running) -> int:
-        """Ticks that `running` cannot undercut."""
-        return self._with_borders(running, [(load.bound, 1) for load in self.choice(running).values()])
+        """Ticks that `running` cannot undercut, whatever its micro-batches."""
+        bounds = [(load.bound, 1) for load in self.choice(running).values()]
+        return self._with_borders(running, bounds, self.least_border_s)
+
+    def _least(self, running: Running) -> int:
+        """Ticks that `running` cannot undercut, with its micro-batches: it takes just that where borders do."""
+        return self._with_borders(running, self._runs(self.choice(running)), self.least_border_s)
 
     def choice(self, running: Running) -> Choice:
         """Each sequence in the first of these groups that takes its like."""
@@ -213,13 +224,16 @@ class _Planner:
 
     def price(self, choice: Choice) -> int:
         """Ticks of a mini-batch."""
-        running = tuple(sorted(choice))
-        return self._with_borders(running, [(choice[g].time, choice[g].micro_batches) for g in running])
+        return self._with_borders(tuple(sorted(choice)), self._runs(choice), self.border_s)
 
-    def _with_borders(self, running: Running, runs: Sequence[tuple[int, int]]) -> int:
+    def _runs(self, choice: Choice) -> list[tuple[int, int]]:
+        """Ticks and micro-batches of each group, ascending."""
+        return [(choice[g].time, choice[g].micro_batches) for g in sorted(choice)]
+
+    def _with_borders(self, running: Running, runs: Sequence[tuple[int, int]], border_s: BorderSeconds) -> int:
         """Of runs in ticks, with their micro-batches."""
-        border_s = self.border_s(running, tuple(RunTime(time / TICKS_PER_S, count) for time, count in runs))
-        return sum(time for time, _ in runs) + ticks(border_s)
+        between_s = border_s(running, tuple(RunTime(time / TICKS_PER_S, count) for time, count in runs))
+        return sum(time for time, _ in runs) + ticks(between_s)
 
     def takes(self, group: int, length: int) -> bool:
         return self.groups[group].takes(length)

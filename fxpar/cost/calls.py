@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
@@ -78,6 +78,12 @@ def exposed_costs(program: Program, cluster: ClusterSpec) -> list[Polynomial]:
     """`exposed` of all `node_costs` of a program."""
     walk = _Walk(program, cluster)
     return [one.exposed for part in _repeated(program).values() for one in walk.calls(part)]
+
+
+def computed_s(program: Program, cluster: ClusterSpec, nodes: Iterable[fx.Node]) -> Polynomial:
+    """Seconds of what computes among these nodes of a program."""
+    walk = _Walk(program, cluster)
+    return sum((walk.kernel(node).seconds for node in nodes if is_kernel(node)), Polynomial())
 
 
 def _repeated(program: Program) -> dict[str, Part]:
@@ -167,7 +173,7 @@ class _Walk:
                 costs[node] = found = self._collective(node, kind)
                 links[node] = "between" if crosses_nodes(self.program.mesh, found.axis, self.cluster) else "inside"
             elif is_kernel(node):
-                costs[node] = found = self._kernel(node)
+                costs[node] = found = self.kernel(node)
                 if found.kind == "host":
                     links[node] = "host"
         slowdown = self.cluster.sustained.overlap_slowdown
@@ -209,7 +215,8 @@ class _Walk:
         nbytes = self._fit([sizes.numel(sent) for sizes in self._samples]) * each
         return nbytes * per_byte_s + Polynomial(latency_s), nbytes
 
-    def _kernel(self, node: fx.Node) -> _Call:
+    def kernel(self, node: fx.Node) -> _Call:
+        """Of one call that computes on the device."""
         way = self._ways.get(node.target) or self._ways.setdefault(node.target, _Way.of(node.target))
         looks = _looks(node, way) if way.is_plain else None
         found = None if looks is None else self._known.alike.get(looks)

@@ -20,10 +20,11 @@ def copy_node(graph: fx.Graph, node: fx.Node, to: Callable[[fx.Node], fx.Node]) 
     takes the node out of the graph's table of targets and puts it back.
     """
     made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-    if node.args:
-        _set_args(made, map_arg(node.args, to))
-    if node.kwargs:
-        _set_kwargs(made, map_arg(node.kwargs, to))
+    args, kwargs = node.args, node.kwargs
+    if args:
+        _set_args(made, map_arg(args, to))
+    if kwargs:
+        _set_kwargs(made, map_arg(kwargs, to))
     made.meta.update(node.meta)
     return made
 

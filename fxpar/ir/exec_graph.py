@@ -152,9 +152,15 @@ _FUNCTIONS = {"fxpar.ops.layout:shift": "shift", "fxpar.ops.copies:exchange": "a
 
 def collective_kind(node: fx.Node) -> str | None:
     """Kind of a collective that is a call of a process group; None for any other node."""
-    if isinstance(node.target, OpOverload):
-        return _kind_of(node.target)
-    return _kind_of_function(node.target) if node.op == "call_function" else None
+    target = node.target
+    if isinstance(target, OpOverload):
+        known = _OPS.get(id(target)) or _OPS.setdefault(id(target), (target, _kind_of(target)))
+        return known[1]
+    return _kind_of_function(target) if node.op == "call_function" else None
+
+
+_OPS: dict[int, tuple[OpOverload, str | None]] = {}
+"""Ops with their kinds, as passes ask for every node. By identity: an op's own hash takes longer than all of it."""
 
 
 @functools.cache
@@ -162,7 +168,6 @@ def _kind_of_function(function: Any) -> str | None:
     return _FUNCTIONS.get(target_name(function))
 
 
-@functools.cache  # as passes ask for every node; of ops alone, as a method would keep what it is bound to
 def _kind_of(op: OpOverload) -> str | None:
     name = str(op)
     return _KINDS.get(name.split(".")[1]) if name.startswith("_c10d_functional.") else None

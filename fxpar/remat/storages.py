@@ -77,9 +77,10 @@ def trace_and_compare(
             size = _size(node, dims)
             values[node] = size if isinstance(size, int) else found.placed(*size)
         else:
-            target, args, kwargs = _given(node, values, at, dims)
+            has_place = _has_place(node)
+            target, args, kwargs = _given(node, values, at if has_place else None, dims)
             values[node] = found.call(target, args, kwargs)
-            for place in others if _has_place(node) else ():
+            for place in others if has_place else ():
                 there = _given(node, values, place, dims)[1]
                 if place not in differ and there != args and not is_same_call(target, args, there):
                     differ.append(place)
@@ -166,14 +167,14 @@ def _place(node: fx.Node, dims: Mapping[sympy.Symbol, int]) -> Any:
 
 
 def _call(node: fx.Node, values: dict[fx.Node, Any], dims: Mapping[sympy.Symbol, int]) -> Any:
-    target, args, kwargs = _given(node, values, {}, dims)
+    target, args, kwargs = _given(node, values, {} if _has_place(node) else None, dims)
     return target(*args, **kwargs)
 
 
 def _given(
-    node: fx.Node, values: Mapping[fx.Node, Any], places: Mapping[str, int], dims: Mapping[sympy.Symbol, int]
+    node: fx.Node, values: Mapping[fx.Node, Any], places: Mapping[str, int] | None, dims: Mapping[sympy.Symbol, int]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """What stands for the node's call on the meta device, and its operands."""
+    """What stands for the node's call on the meta device, and its operands; `places` of one that `_has_place`."""
     target: Any = node.target
     counted, collective, takes_device = _way(target)
     if counted:
@@ -184,7 +185,7 @@ def _given(
         return collective, given, {}
     kwargs = dict(fx.node.map_arg(node.kwargs, values.__getitem__)) if node.kwargs else {}
     args: Any = given
-    if _has_place(node):
+    if places is not None:
         args = tuple(places.get(a[1:], 0) if isinstance(a, str) and a[:1] == "#" else a for a in given)
     if target is torch.ops.aten.convolution_backward.default:  # kernels know the bias' size; the meta one believes this
         args = (*args[:3], [args[0].shape[1]], *args[4:])

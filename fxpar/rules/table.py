@@ -226,17 +226,19 @@ def rule_of(target: Any) -> OpRule | None:
     return POINTWISE if traits.is_elementwise(target) else None
 
 
-Ways = dict[tuple[Seed, Cut] | None, tuple[Option, ...]]
-"""Of one call: options that cut a seed; under None those that no seed asks for."""
+Ways = dict[tuple[Seed, Cut] | tuple[tuple[Seed, Cut], ...] | None, tuple[Option, ...]]
+"""Of one call: options that cut a seed, and all that there are for several; under None those that no seed asks for."""
 
 
 def options(op: OpView, degree: int, seeds: list[tuple[Seed, Cut]]) -> list[Option]:
     """All legal options of `op` that cut one of the seeds, partial pass-throughs, and the replicated one."""
     rule = rule_of(op.target)
-    found = [replicated(op)]
     if rule is None:
-        return found
-    known = _ways(op, degree, rule)
+        return [replicated(op)]
+    known, asked = _ways(op, degree, rule), tuple(seeds)
+    if asked in known:
+        return [*known[asked]]
+    found = [replicated(op)]
     for seed in seeds:
         if seed not in known:
             known[seed] = _for_all_batches(op, _cutting(op, rule, degree, *seed))
@@ -245,7 +247,8 @@ def options(op: OpView, degree: int, seeds: list[tuple[Seed, Cut]]) -> list[Opti
         if None not in known:
             known[None] = _for_all_batches(op, rule.partials(op))
         found += known[None]
-    return list(dict.fromkeys(found))
+    known[asked] = tuple(dict.fromkeys(found))
+    return [*known[asked]]
 
 
 @functools.lru_cache(maxsize=1 << 14)  # stages and depths of a model have the same calls

@@ -15,7 +15,7 @@ from functools import cached_property
 
 from torch import fx
 
-from fxpar.cost.calls import COMPUTE, NOMINAL_TOKENS, node_costs
+from fxpar.cost.calls import NOMINAL_TOKENS, computed_s
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.cost.group import of_strategy
 from fxpar.cost.group_cost import GroupCost
@@ -126,9 +126,7 @@ def again_s(base: Candidate) -> tuple[Polynomial, Polynomial]:
 
 def _again_s(program: TrainGraph, cluster: ClusterSpec) -> Polynomial:
     assert isinstance(program, ExecGraph)
-    names = {node.name for node in _run_again(program.body.graph)}
-    costs = (c for c in node_costs(program, cluster, parts={"body": program.body}) if c.kind in COMPUTE)
-    return sum((cost.seconds for cost in costs if cost.name in names), Polynomial())
+    return computed_s(program, cluster, _run_again(program.body.graph))
 
 
 def _run_again(graph: fx.Graph) -> set[fx.Node]:

@@ -192,7 +192,7 @@ class SetPricer:
         unique = {one.name: one for _, one in chosen}
         switching = self._switches.of_set(unique, tuple(unique), guess=True).at_least()
         ways = (True, False) if self._may_overlap(chosen) else (False,)
-        plans = [self._mini_batches(chosen, groups, switching, overlap) for overlap in ways]
+        plans = [self._mini_batches(groups, chosen, self._border_s(chosen, switching, overlap)) for overlap in ways]
         return min(sum(plan.predicted_s for plan in each) / len(each) for each in plans) + self.optimizer_s
 
     def _may_overlap(self, chosen: Sequence[tuple[int, Priced]]) -> bool:
@@ -200,18 +200,18 @@ class SetPricer:
 
     def _mini_batches(
         self,
-        chosen: Sequence[tuple[int, Priced]],
         groups: Sequence[LengthGroup],
-        switching: SetSwitches,
-        overlap: bool,
+        chosen: Sequence[tuple[int, Priced]],
+        border_s: BorderSeconds,
+        least_border_s: BorderSeconds | None = None,
         doubt: Doubt | None = None,
     ) -> list[BatchPlan]:
-        """Plans of all mini-batches, or of as many as it took to give up."""
-        border_s, costs = self._border_s(chosen, switching, overlap), [one.cost for _, one in chosen]
+        """Plans of all mini-batches, or of as many as it took to give up; borders as for `plan_batch`."""
+        costs = [one.cost for _, one in chosen]
         found: list[BatchPlan] = []
         for batch in self.batches:
             # Without riders, as the bound has it: a run is predicted no slower than this.
-            known = {"packed": self.packed, "ride": False, "known": self._loads}
+            known = {"packed": self.packed, "ride": False, "known": self._loads, "least_border_s": least_border_s}
             found.append(plan_batch(batch, groups, costs, border_s, **known))  # type: ignore[arg-type]
             if doubt is not None and doubt.gives_up([plan.predicted_s for plan in found]):
                 break
@@ -229,7 +229,7 @@ class SetPricer:
         def border_s(running: Sequence[int], runs: Sequence[RunTime]) -> float:
             together = by_strategy([names[g] for g in running], runs)
             order = switching.order(list(together))
-            return borders.exposed_s(borders.fastest(order, together), together)
+            return borders.exposed_s(borders.fastest(order, together, switching.least), together)
 
         return border_s
 
@@ -237,18 +237,16 @@ class SetPricer:
         self,
         chosen: Sequence[tuple[int, Priced]],
         groups: Sequence[LengthGroup],
-        switching: SetSwitches,
-        overlap: bool,
+        least_border_s: BorderSeconds,
         doubt: Doubt,
     ) -> bool:
         """Whether a set is given up for what its first mini-batches take at least: without a switch that is planned, or
         a micro-batch that is made up.
         """
-        border_s, costs = self._border_s(chosen, switching.at_least(), overlap), [one.cost for _, one in chosen]
-        least_s = []
-        for batch in self.batches[:FEW]:
-            least_s.append(least_batch_s(batch, groups, costs, border_s, packed=self.packed, known=self._loads))
-        return doubt.rules_out(least_s)
+        costs = [one.cost for _, one in chosen]
+        known = {"packed": self.packed, "known": self._loads}
+        batches = self.batches[:FEW]
+        return doubt.rules_out([least_batch_s(batch, groups, costs, least_border_s, **known) for batch in batches])  # type: ignore[arg-type]
 
     def _planned(
         self,
@@ -264,14 +262,15 @@ class SetPricer:
         if overlap and not kept and reductions.are_shared:
             return None  # weights that take turns overwrite what gradients may be views of: there is no room for all
         switching = self._switches.of_set(unique, kept, guess=not settle)
-        if doubt is not None and self._is_ruled_out(chosen, groups, switching, overlap, doubt):
+        least_s = self._border_s(chosen, switching.at_least(), overlap)
+        if doubt is not None and self._is_ruled_out(chosen, groups, least_s, doubt):
             return None
-        plans = self._mini_batches(chosen, groups, switching, overlap, doubt)
+        plans = self._mini_batches(groups, chosen, self._border_s(chosen, switching, overlap), least_s, doubt)
         names, count = [one.name for _, one in chosen], len(plans)
         if count < len(self.batches):
             return None
-        switch_s = reduce_s = 0.0
         orders = orders_of(self._borders(chosen, switching, overlap), switching, names, plans)
+        switch_s = reduce_s = 0.0
         for order in orders:
             switch_s += sum(switching.predicted_s(name, order[:i]) for i, name in enumerate(order)) / count
             reduce_s += sum(map(reductions.predicted_s, reductions.leaving(order))) / count

@@ -27,6 +27,10 @@ class RankedSet:
     tokens: tuple[tuple[int, float], ...] = ()
 
 
+# A set that another one becomes by one more group: as a RankedSet, then what it was, the strategy and its tokens.
+_Partial = tuple[float, float, Groups, RankedSet, tuple[int, float]]
+
+
 def ranked_sets(
     seconds: Sequence[np.ndarray],
     borders_s: Sequence[float],
@@ -53,10 +57,11 @@ def ranked_sets(
     layer: list[list[RankedSet]] = [[start], *([] for _ in range(count))]
     finished: list[RankedSet] = []
     for number in range(most):
-        following: list[list[RankedSet]] = [[] for _ in range(count + 1)]
+        following: list[list[_Partial]] = [[] for _ in range(count + 1)]
         for i in range(count):
             if not layer[i]:
                 continue
+            have_come = [(one, {keys[s] for s, _ in one.tokens}) for one in layer[i]]
             for j in range(i, count):
                 if tokens[i, j] == 0 and j + 1 < count:
                     continue  # who takes the next lengths takes these
@@ -64,30 +69,41 @@ def ranked_sets(
                 for s in np.argsort(column, kind="stable")[:PER_INTERVAL]:
                     if not np.isfinite(column[s]):
                         break
-                    cell = means[s, i, j], borders_s[s], float(tokens[i, j])
-                    following[j + 1] += [_with(one, j, int(s), *cell, keys) for one in layer[i]]
-        layer = [_kinds_first(sorted(partial), few, KEPT // 2)[:KEPT] for partial in following]
+                    least_s, cell = float(means[s, i, j]), (int(s), float(tokens[i, j]))
+                    following[j + 1] += [
+                        (
+                            one.guess_s + least_s + (0.0 if keys[s] in came else borders_s[s]),
+                            one.least_s + least_s,
+                            (*one.groups, (j, cell[0])),
+                            one,
+                            cell,
+                        )
+                        for one, came in have_come
+                    ]
+        layer = [_kept(partial, few) for partial in following]
         finished += layer[count]
         if number + 1 == count:
             break
     return _kinds_first(_distinct(finished), few)
 
 
-def _with(
-    one: RankedSet,
-    edge: int,
-    strategy: int,
-    least_s: float,
-    border_s: float,
-    tokens: float,
-    accumulators: Sequence[Hashable],
-) -> RankedSet:
-    held = dict(one.tokens)
-    has_come = any(accumulators[other] == accumulators[strategy] for other in held)
-    guess = one.guess_s + least_s + (0.0 if has_come else border_s)
-    held[strategy] = held.get(strategy, 0.0) + tokens
-    groups = (*one.groups, (edge, strategy))
-    return RankedSet(float(guess), float(one.least_s + least_s), groups, tuple(sorted(held.items())))
+def _kept(partial: Sequence[_Partial], few: float) -> list[RankedSet]:
+    """The KEPT best ones, half of them the best of their kind. No others are made up."""
+    sets, kinds = list[RankedSet](), set[Groups]()
+    for guess_s, least_s, groups, one, (strategy, tokens) in sorted(partial):
+        held = dict(one.tokens)
+        held[strategy] = held.get(strategy, 0.0) + tokens
+        sets.append(RankedSet(float(guess_s), least_s, groups, tuple(sorted(held.items()))))
+        kinds.add(_kind(sets[-1], few))
+        if len(sets) >= KEPT and len(kinds) >= KEPT // 2:
+            break
+    return _kinds_first(sets, few, KEPT // 2)[:KEPT]
+
+
+def _kind(one: RankedSet, few: float) -> Groups:
+    """How it shares out the tokens among strategies, to `few` tokens."""
+    rounded = ((s, round(tokens / few)) for s, tokens in one.tokens)
+    return tuple(each for each in rounded if each[1])
 
 
 def _kinds_first(sets: Sequence[RankedSet], few: float, most: int | None = None) -> list[RankedSet]:
@@ -96,8 +112,7 @@ def _kinds_first(sets: Sequence[RankedSet], few: float, most: int | None = None)
     """
     kinds: dict[Groups, RankedSet] = {}
     for one in sets:
-        rounded = ((s, round(tokens / few)) for s, tokens in one.tokens)
-        kinds.setdefault(tuple(each for each in rounded if each[1]), one)
+        kinds.setdefault(_kind(one, few), one)
     first = list(kinds.values())[:most]
     held = {one.groups for one in first}
     return [*first, *(one for one in sets if one.groups not in held)]

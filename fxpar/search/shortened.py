@@ -38,7 +38,7 @@ class LowerShort:
     more: Callable[[], LowerAlike]
     period: int
     _same: set[Kind] = field(default_factory=set)
-    _differ: set[tuple[Kind, Kind]] = field(default_factory=set)
+    _differ: set[frozenset[Kind]] = field(default_factory=set)
     _next: dict[Strategy, TrainGraph] = field(default_factory=dict)
 
     def __call__(self, strategy: Strategy, whole: bool) -> TrainGraph:
@@ -69,11 +69,11 @@ def layers_alike(strategy: Strategy) -> bool:
     return not named and remat and strategy.pipeline_size == 1
 
 
-def kinds_of(strategy: Strategy) -> tuple[Kind, Kind]:
-    """Which axes cut it, and what saves memory: of each kind one strategy is lowered both ways."""
-    axes = tuple(name for name, degree in strategy.axes if degree > 1)
+def kinds_of(strategy: Strategy) -> frozenset[Kind]:
+    """Each axis that cuts it, and what saves memory: of each kind one strategy is lowered both ways."""
+    axes = {("axis", name) for name, degree in strategy.axes if degree > 1}
     saves = (strategy.zero, str(strategy.remat), strategy.chunks > 1, strategy.offload > 0)
-    return ("axes", axes), ("saves", saves)
+    return frozenset({*axes, ("saves", saves)})
 
 
 def shortened(graph: AnnotatedGraph, period: int) -> AnnotatedGraph | None:
@@ -103,23 +103,26 @@ class _Shortened:
     graph: AnnotatedGraph
     names: Periods
     places: dict[fx.Node, int | None]
-    alike: dict[tuple[int, Any], list[fx.Node]]  # of a period, those that look alike
+    called: dict[tuple[int, Any], list[fx.Node]]  # of a period, calls by what they call
 
     @classmethod
     def of(cls, graph: AnnotatedGraph, names: Periods) -> AnnotatedGraph | None:
         places = {node: names.place(fqn_of(node)) for node in graph.graph.nodes}
         places |= {n: names.place(info.fqn) for n, info in zip(graph.placeholders, graph.inputs, strict=True)}
-        alike: dict[tuple[int, Any], list[fx.Node]] = defaultdict(list)
-        found = cls(graph, names, places, alike)
+        called: dict[tuple[int, Any], list[fx.Node]] = defaultdict(list)
         for node, place in places.items():
             if place is not None and node.op == "call_function":
-                alike[place, found._looks(node)].append(node)
-        return found._made()
+                called[place, node.target].append(node)
+        return cls(graph, names, places, called)._made()
 
     def _looks(self, node: fx.Node) -> Any:
         """What nodes of other periods have in common with it."""
         module = self.names.moved(fqn_of(node), -(self.places[node] or 0))
         return node.target, module, is_backward(node), is_again(node), local_meta(node)
+
+    def _alike(self, place: int, node: fx.Node, look: Any) -> list[fx.Node]:
+        """Those of a period that look so, as `node` does."""
+        return [one for one in self.called[place, node.target] if self._looks(one) == look]
 
     def _there(self, node: fx.Node, reader: fx.Node) -> fx.Node | None:
         """What is read in place of `node`: of the middle period what stands for it in the other end."""
@@ -130,7 +133,7 @@ class _Shortened:
             return None
         end = LAST if of_reader == FIRST else FIRST
         look = self._looks(node)
-        mine, theirs = self.alike[MIDDLE, look], self.alike[end, look]
+        mine, theirs = (self._alike(place, node, look) for place in (MIDDLE, end))
         return theirs[mine.index(node)] if len(mine) == len(theirs) else None
 
     def _made(self) -> AnnotatedGraph | None:

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -85,7 +85,7 @@ class KnownSwitches:
             counts = Counter(tuple(map(id, each)) for each in tensors)
             total = np.zeros(self._layouts[one].world, np.int64)
             for ids, (param, *theirs) in several.items():
-                total += counts[ids] * _outside(param, theirs, len(total))
+                total += counts[ids] * _outside(param, tuple(theirs), len(total))
             self._outside[key] = int(total.max(initial=0))
         return self._outside[key]
 
@@ -106,8 +106,9 @@ class KnownSwitches:
         return SwitchSchedule(self._layouts, home, self.cluster, priced_only=True)
 
 
-def _outside(mine: PlacedParam, theirs: Sequence[PlacedParam], world: int) -> np.ndarray:
-    """[world]: bytes of the pieces of a tensor that are no parts of others that the rank has."""
+@lru_cache(maxsize=4096)  # models of few and of more layers have the same tensors, and so do sets
+def _outside(mine: PlacedParam, theirs: tuple[PlacedParam, ...], world: int) -> np.ndarray:
+    """[world]: bytes of the pieces of a tensor that are no parts of others that the rank has; not to be changed."""
     copies = [copy for other in theirs if other.dtype == mine.dtype for copy in other.copies]
     placed = (*mine.copies, *copies)
     has = refine(mine.shape, placed).holders(placed, max(one.mesh.last + 1 for one in placed)).has
@@ -143,6 +144,10 @@ class SetSwitches:
         """The same with what each switch takes at least: none is planned."""
         return replace(self, least=True, _orders={})
 
+    @cached_property
+    def _at_least(self) -> SetSwitches:
+        return self.at_least()
+
     def predicted_s(self, name: str, visited: Sequence[str]) -> float:
         sources = self._sources(name, visited)
         if sources is None:
@@ -171,7 +176,8 @@ class SetSwitches:
         key = frozenset(names)
         if key not in self._orders:
             mine = [name for name in self.placed if name in key]
-            self._orders[key] = cheapest_order(mine, self._total_s, self.predicted_s)
+            least = {} if self.least else {"least": self._at_least._total_s}
+            self._orders[key] = cheapest_order(mine, self._total_s, self.predicted_s, **least)
         return self._orders[key]
 
     def _total_s(self, order: Sequence[str]) -> float:

@@ -263,13 +263,23 @@ def cheapest_order(
     names: Sequence[str],
     cost: Callable[[tuple[str, ...]], Any],
     reach: Callable[[str, Sequence[str]], float],
+    least: Callable[[tuple[str, ...]], float] | None = None,
 ) -> tuple[str, ...]:
     """The order that costs least; of more than 6 names the one in which the next is always the cheapest to `reach`
-    (a name, behind those before it).
+    (a name, behind those before it). What each costs at `least` is asked for first, if that is given, and the cost of
+    those that may cost least.
     """
-    if len(names) <= EXHAUSTIVE:
-        return min(itertools.permutations(names), key=cost)
-    return _nearest_next(names, reach)
+    if len(names) > EXHAUSTIVE:
+        return _nearest_next(names, reach)
+    orders = itertools.permutations(names)
+    if least is None:
+        return min(orders, key=cost)
+    found: list[tuple[Any, int, tuple[str, ...]]] = []
+    for bound, number, order in sorted((least(order), number, order) for number, order in enumerate(orders)):
+        if found and bound > min(found)[0]:
+            break
+        found.append((cost(order), number, order))
+    return min(found)[2]
 
 
 def _nearest_next(

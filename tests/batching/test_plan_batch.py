@@ -39,8 +39,10 @@ ROOT = str(Path(__file__).resolve().parents[2])
 @settings(max_examples=examples(40))
 def test_every_sequence_runs_once_within_the_budget(case, packed, merge, hop_s):
     lengths, groups, costs = case
-    plan = plan_batch(lengths, groups, costs, lambda order, run_s: hop_s * len(order), packed=packed, merge=merge)
+    given, how = (lengths, groups, costs, lambda order, run_s: hop_s * len(order)), {"packed": packed, "merge": merge}
+    plan = plan_batch(*given, **how)
     check_plan(plan, lengths, groups, costs, packed)
+    assert plan_batch(*given, **how, least_border_s=no_switches) == plan
     assert merge or not plan.merged
     if not packed:
         assert all(len(micro.sequences) == 1 for group in plan.groups for micro in group.micro_batches())
@@ -198,6 +200,28 @@ def test_one_sequence(strategy):
     check_plan(plan, [7], groups, [SQUARE])
     assert plan.predicted_s == pytest.approx(SQUARE.seconds([7]))
     assert sorted(len(micros) for micros in plan.groups[0].replicas) == [0] * (groups[0].replicas - 1) + [1]
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_borders_of_groups_that_cannot_win_are_not_asked_for(monkeypatch, bounded):
+    """Two groups take less by less than a border takes at least: by their bounds, or by their micro-batches."""
+    groups, costs, asked = length_groups({10: "dp4", 40: "cp4"}, world=4, token_budget=40), [LINEAR] * 2, set()
+    alone_s, apart_s = LINEAR.seconds([5, 30]), LINEAR.seconds([5]) + LINEAR.seconds([30])
+    hop_s = abs(apart_s - alone_s) + alone_s
+
+    def border_s(order, run_s):
+        asked.add(order)
+        return hop_s * len(order)
+
+    if not bounded:
+        monkeypatch.setattr(Load, "bound", 0)
+    plan = plan_batch([5, 30], groups, costs, border_s, least_border_s=lambda order, _: 0.99 * hop_s * len(order))
+    assert plan.order == (1,)
+    assert asked == {(1,)}
+    # What takes least without borders is not best with them.
+    costs = [replace(LINEAR, per_token_s=0.0), LINEAR]
+    assert plan_batch([5, 30], groups, costs, border_s, least_border_s=no_switches).order == (1,)
+    assert asked == {(0, 1), (1,)}
 
 
 def test_more_replicas_than_sequences():

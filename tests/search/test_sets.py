@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxpar.search import sets
 from fxpar.search.bounds import Intervals
 from fxpar.search.sets import ranked_sets
 
@@ -82,3 +83,25 @@ def test_strategies_that_share_gradients_have_one_border():
     for accumulators, guess in ((None, 1.0 + 9.0 + 5.0 + 3.0), ("ab", 18.0), ("aa", 1.0 + 9.0 + 5.0)):
         ranked = ranked_sets([short, whole], [5.0, 3.0], found, 2, accumulators)
         assert {one.groups: one.guess_s for one in ranked}[both] == guess
+
+
+def test_no_more_sets_are_made_up_than_are_kept(monkeypatch):
+    """They are those of all, some of which share out the tokens alike: few are as short as the first limits."""
+    found = Intervals(tuple(range(1, 25)), (tuple(range(1, 25)) * 9,))
+    speeds = np.array([1.0, 1.05, 1.1, 1.3])
+    seconds = [np.where(found.inside, each * found.tokens + each * each, np.inf) for each in speeds]
+    made, kind = [], sets._kind
+    monkeypatch.setattr(sets, "_kind", lambda one, few: made.append(one) or kind(one, few))
+    ranked, count = ranked_sets(seconds, [0.0] * 4, found, 3), len(made)
+
+    def of_all(partial, few):
+        held = [(guess, least, groups, dict(one.tokens), cell) for guess, least, groups, one, cell in partial]
+        for *_, tokens, (strategy, more) in held:
+            tokens[strategy] = tokens.get(strategy, 0.0) + more
+        every = [sets.RankedSet(*rest, tuple(sorted(tokens.items()))) for *rest, tokens, _ in held]
+        return sets._kinds_first(sorted(every), few, sets.KEPT // 2)[: sets.KEPT]
+
+    monkeypatch.setattr(sets, "_kept", of_all)
+    made.clear()
+    assert ranked_sets(seconds, [0.0] * 4, found, 3) == ranked
+    assert count < len(made) / 2

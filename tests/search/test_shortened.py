@@ -99,7 +99,7 @@ def test_one_of_each_kind_is_lowered_both_ways():
     few: Any = Counted(2)
     more: Any = Counted(3)
     short = LowerShort(lambda: few, lambda: more, 1)
-    texts = ("dp2.tp2+sp", "dp4.tp2+sp", "dp4.tp2+sp+zero3", "dp2.tp2+sp+zero3", "cp2")
+    texts = ("dp2.tp2+sp", "dp4.tp2+sp", "dp4.tp2+sp+zero3", "dp2.tp2+sp+zero3", "cp2", "dp2.cp2")
     for text in map(Strategy.parse, texts):
         assert is_same_program(short(text, whole=False), alike(2)(text))
         assert is_same_program(short(text, whole=True), alike(3)(text))

@@ -13,7 +13,7 @@ from fxpar.store import home_layout, param_specs, wire_layout
 from fxpar.switch import ParamLayout, layout_of
 from fxpar.switch import order as order_module
 from fxpar.switch.node_first import cheapest_reduction
-from fxpar.switch.order import Leaving, SwitchSchedule
+from fxpar.switch.order import Leaving, SwitchSchedule, cheapest_order
 from fxpar.switch.terms import gradient_placements
 from tests.captured import llama
 from tests.repeat import thinned
@@ -139,6 +139,19 @@ def test_local_search_finds_what_the_exhaustive_one_does(monkeypatch):
     found = chain(layouts).best()
     assert found.inter_node_bytes == exact.inter_node_bytes
     assert chain(layouts).best("tp4@1").order[0] == "tp4@1"
+
+
+def test_costs_that_are_known_not_to_be_least_are_not_asked_for():
+    costs, asked = {"abc": 3, "acb": 2, "bac": 2, "bca": 5, "cab": 4, "cba": 6}, []
+
+    def cost(order):
+        asked.append("".join(order))
+        return costs[asked[-1]]
+
+    found = [cheapest_order("abc", cost, lambda *_: 0.0), len(asked)]
+    found.append(cheapest_order("abc", cost, lambda *_: 0.0, lambda order: costs["".join(order)] - 0.5))
+    assert found == [("a", "c", "b"), 6, ("a", "c", "b")]
+    assert asked[6:] == ["acb", "bac"]
 
 
 def test_bad_requests():
