@@ -213,14 +213,6 @@ class Priced(ABC):
             low, high = (middle, high) if self.memory(middle).beside_bytes <= room_bytes else (low, middle)
         return low
 
-    def settled_tokens(self, least: int, room_bytes: int, tokens: int) -> int | None:
-        """`tokens`, or as many fewer as a prediction for just these asks for; None if `least` need more."""
-        while self.at(tokens).beside_bytes > room_bytes:
-            if tokens == least:
-                return None
-            tokens = max(least, tokens * 99 // 100)
-        return tokens
-
 
 def around(anchors: Sequence[int], tokens: int) -> tuple[int, int]:
     """The two anchors on whose line the memory of so many tokens is taken to lie."""

@@ -16,6 +16,7 @@ from fxpar.ir.teams import largest_team
 from fxpar.search.doubt import FEW, Doubt
 from fxpar.search.price import Depth, Priced
 from fxpar.search.reductions import SetReductions, accumulator_bytes, accumulators_key
+from fxpar.search.room import settled_tokens
 from fxpar.search.runs import busy_s, simulated_run_s
 from fxpar.search.sets import DIFFERENT
 from fxpar.search.switching import ModelSwitches, Outlines, SetSwitches
@@ -147,7 +148,7 @@ class SetPricer:
         least, most = wanted
         room = self.memory_bytes - one.stays.stays_bytes - shared_bytes
         tokens = one.most_tokens(least, room, most)
-        return one.settled_tokens(least, room, tokens) if settle and tokens is not None else tokens
+        return settled_tokens(one, room, least, tokens, most) if settle and tokens is not None else tokens
 
     def budgets(self, one: Priced, edges: Sequence[int]) -> list[int | None]:
         """Tokens of a micro-batch of a candidate alone, by limit: what it could have at best in a set."""

@@ -21,7 +21,7 @@ from fxpar.models import load
 from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.passes.share_weights import ALIGN_BYTES
 from fxpar.runtime.storage import activation_bytes
-from fxpar.search import driver
+from fxpar.search import driver, pricing
 from fxpar.search.bounds import least_seconds
 from fxpar.search.chosen import lowering
 from fxpar.search.driver import _Search, find_plan, find_plan_of
@@ -188,12 +188,12 @@ def test_a_set_is_judged_by_the_tokens_that_it_holds(monkeypatch):
     assert guessed.strategies != best.strategies
     assert search.found(0.0).best_static.strategies == best.strategies
 
-    held, refused = Candidate.settled_tokens, best.strategies[0]
+    held, refused = pricing.settled_tokens, best.strategies[0]
 
-    def settled(self: Candidate, *of: int) -> int | None:
-        return None if self.name == refused else held(self, *of)
+    def settled(one: Candidate, *of: int) -> int | None:
+        return None if one.name == refused else held(one, *of)
 
-    monkeypatch.setattr(Candidate, "settled_tokens", settled)
+    monkeypatch.setattr(pricing, "settled_tokens", settled)
     again = _Search(given, search.known, lambda _: None)
     again.lower_all()
     found = again.found(0.0)
