@@ -29,7 +29,6 @@ from fxpar.cli.shallow import Shallow, order_lines, sent_lines, set_json
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError
 from fxpar.ir.collector import collector_of_new
-from fxpar.ir.fqn import block_of
 from fxpar.search.batch_size import MOST_PER_DEVICE, RatedSize, rated_sizes, sizes, smallest_near
 from fxpar.search.chosen import of_ranks, planned_for, problem_of
 from fxpar.search.galvatron_plan import as_plan
@@ -74,8 +73,6 @@ def _write_imported(request: PlanRequest, path: str, output: str) -> None:
         raise PlanOptionError("MODEL", source.model, f"its layers are not in one list, which the plan needs ({found})")
     (layers,) = lists
     count = model.depth.layers
-    if model.depth.whole:
-        count = len({block_of(info.fqn) for info in params} - {""})
     if count != len(plan.layers):
         why = f"it has {count} layers, and {path} is for {len(plan.layers)}"
         raise PlanOptionError("MODEL", source.model, f"{why}. Give it as many with --set")

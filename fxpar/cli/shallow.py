@@ -20,7 +20,7 @@ from fxpar.ir.printer import without_folders
 from fxpar.ir.strategy import Strategy
 from fxpar.models.depth import layer_option
 from fxpar.models.options import parse_assignments
-from fxpar.search.chosen import Rows, lowering
+from fxpar.search.chosen import Rows, lowering, whole_depth
 from fxpar.search.deepened import repeating
 from fxpar.search.price import Depth
 from fxpar.search.pricing import PricedSet
@@ -35,7 +35,6 @@ class Shallow:
     def __init__(self, source: GraphSource) -> None:
         self._model = source.model
         option = layer_option(source.model, parse_assignments(source.options))
-        self.depth = Depth(1, whole=True) if option is None else Depth(option.layers, option.period)
         self.captured: list[str] = []
         self._lowered: dict[str, tuple[str, ...]] = {}
 
@@ -48,7 +47,8 @@ class Shallow:
             self.captured += [text for text in texts if text not in self.captured]
             return graph
 
-        self.rows: Rows = repeating(captured, self.depth)
+        self.depth = whole_depth(captured(1)) if option is None else Depth(option.layers, option.period)
+        self.rows: Rows = (lambda _: captured(1)) if option is None else repeating(captured, self.depth)
         self._lower, self.outlines = lowering(self.rows, self.depth)
 
     def lower(self, strategy: Strategy, layers: int) -> TrainGraph:
