@@ -92,6 +92,11 @@ def test_a_plan_that_is_not_predicted_best_says_so():
     assert remarks(found, "plan.toml", best, None)[0] == "predicted: no set of strategies is faster than dp2 alone"
     slower = "predicted: 1.25 times as long as dp2, the best single strategy"
     assert remarks(found, "plan.toml", other, None)[0] == slower
+    teams = SimpleNamespace(predicted_s=0.8, strategies=("cp2 | dp2",))
+    faster = "predicted: 1.25 times as fast as the best single strategy, dp2"
+    assert remarks(found, "plan.toml", teams, None)[0] == faster
+    found.plans.insert(0, teams)
+    assert remarks(found, "plan.toml", best, None)[0] == "predicted: plan 1 is 1.25 times as fast as this one"
 
 
 def test_a_plan_says_how_to_train_at_the_prices_it_was_made_for():
