@@ -107,6 +107,8 @@ def _run(request: PlanRequest) -> None:
         status.update(f"capturing {request.source.model}")
         model = Shallow(request.source)
         model.require_sequences(int(lengths.max()), "a plan is", request.tokenizer)
+        if request.verify is not None:
+            model.require_tokens_alone("--verify", request.verify)
         problem_of_size = functools.partial(_problem, request, model, cluster, lengths, memory)
         rated = rated_sizes(tried, problem_of_size, model.lower, model.outlines, status.update)
         taken = smallest_near(rated)
