@@ -92,9 +92,7 @@ class Shallow:
         """
         brought = not_made(batch_keys(self.rows(self.depth.samples(1)[0])))
         if brought:
-            why = (
-                f"it runs {self._model} on random token ids, and the batch of this model has more: {', '.join(brought)}"
-            )
+            why = f"it runs {self._model} on random token ids, and its batch has more: {', '.join(brought)}"
             raise PlanOptionError(option, given, f"{why}. Plan without it, and measure in a loop of your own")
 
     def notes(self, names: Iterable[str]) -> list[str]:

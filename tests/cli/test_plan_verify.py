@@ -117,6 +117,35 @@ def test_ids_are_those_of_the_model():
     assert known_ids(loaded) == 9
 
 
+PROMPTS = """
+import torch
+from fxpar import losses
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = torch.nn.Embedding(61, 8), torch.nn.Linear(8, 61)
+
+    def forward(self, input_ids, prompt):
+        return self.head(self.table(input_ids) * prompt[..., None])
+
+
+def make():
+    ids = torch.arange(13)[None]
+    return Model(), losses.causal_lm, {"input_ids": ids, "labels": ids.roll(-1, 1), "prompt": torch.ones(1, 13)}
+"""
+
+
+def test_a_batch_that_has_more_than_tokens_is_refused_before_the_search(tmp_path):
+    (tmp_path / "prompts.py").write_text(PROMPTS)
+    words = ["--world", "2", "--lengths", "github:64", "--tokens-per-step", "256", "--verify", "2"]
+    status, _, err = fxpar("plan", f"{tmp_path / 'prompts.py'}:make", *words)
+    assert status == 1
+    assert "--verify = 2: it runs " in err
+    assert "random token ids, and its batch has more: prompt." in err
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
