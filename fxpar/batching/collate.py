@@ -83,7 +83,7 @@ def check_keys(sequences: Sequence[Tokens], read: Mapping[str, TensorMeta]) -> N
             for key in {"position_ids", "positions"} & sequence.keys():
                 _check_jumps(index, sequence[key])
     check_present(sequences, read)
-    for key in _not_made(read):
+    for key in not_made(read):
         for index, sequence in enumerate(sequences):
             _check_fit(index, key, sequence[key], read[key])  # type: ignore[index]
     dtypes = {ALIASES.get(key, key): meta.dtype for key, meta in read.items()}
@@ -114,14 +114,15 @@ def are_inputs_again(sequences: Sequence[Tokens]) -> bool:
 
 def check_present(sequences: Sequence[Tokens], keys: Collection[str]) -> None:
     """Raise BatchKeyError for the first sequence that lacks a key which `collate` cannot make."""
-    for key in _not_made(keys):
+    for key in not_made(keys):
         for index, sequence in enumerate(sequences):
             if isinstance(sequence, Tensor) or key not in sequence:
                 tokens = "input_ids" in [ALIASES.get(one, one) for one in keys]
                 raise BatchKeyError(key, index, sorted(_columns(index, sequence)), tokens)
 
 
-def _not_made(keys: Collection[str]) -> list[str]:
+def not_made(keys: Collection[str]) -> list[str]:
+    """Those that a sequence must bring, as `collate` cannot make them from token ids."""
     return [key for key in keys if ALIASES.get(key, key) not in _MADE]
 
 

@@ -29,7 +29,6 @@ from fxpar.cli.shallow import Shallow, order_lines, sent_lines, set_json
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.errors import PlanOptionError
 from fxpar.ir.collector import collector_of_new
-from fxpar.ir.fqn import block_of
 from fxpar.search.batch_size import MOST_PER_DEVICE, RatedSize, rated_sizes, sizes, smallest_near
 from fxpar.search.chosen import of_ranks, planned_for, problem_of
 from fxpar.search.galvatron_plan import as_plan
@@ -74,8 +73,6 @@ def _write_imported(request: PlanRequest, path: str, output: str) -> None:
         raise PlanOptionError("MODEL", source.model, f"its layers are not in one list, which the plan needs ({found})")
     (layers,) = lists
     count = model.depth.layers
-    if model.depth.whole:
-        count = len({block_of(info.fqn) for info in params} - {""})
     if count != len(plan.layers):
         why = f"it has {count} layers, and {path} is for {len(plan.layers)}"
         raise PlanOptionError("MODEL", source.model, f"{why}. Give it as many with --set")
@@ -110,6 +107,8 @@ def _run(request: PlanRequest) -> None:
         status.update(f"capturing {request.source.model}")
         model = Shallow(request.source)
         model.require_sequences(int(lengths.max()), "a plan is", request.tokenizer)
+        if request.verify is not None:
+            model.require_tokens_alone("--verify", request.verify)
         problem_of_size = functools.partial(_problem, request, model, cluster, lengths, memory)
         rated = rated_sizes(tried, problem_of_size, model.lower, model.outlines, status.update)
         taken = smallest_near(rated)
@@ -214,11 +213,13 @@ def remarks(found: Found, path: str, plan: PricedSet, cluster: str | None) -> li
     speedup = static.predicted_s / plan.predicted_s
     faster = f"predicted: {speedup:.2f} times as fast as the best single strategy, {static.strategies[0]}"
     alone = f"predicted: no set of strategies is faster than {static.strategies[0]} alone"
+    if found.plans[0].predicted_s < plan.predicted_s:  # another one was measured fastest
+        alone = f"predicted: plan 1 is {plan.predicted_s / found.plans[0].predicted_s:.2f} times as fast as this one"
     use = f"train with it: fxpar train run.toml --plan {shlex.quote(path)}"
     if cluster is not None:
         use += f" --set {shlex.quote(f'engine.cluster={cluster}')}"
     slower = f"predicted: {1 / speedup:.2f} times as long as {static.strategies[0]}, the best single strategy"
-    said = faster if len(plan.strategies) > 1 else alone if plan.strategies == static.strategies else slower
+    said = alone if plan.strategies == static.strategies else faster if speedup >= 1 else slower
     return [said, use]
 
 
@@ -269,15 +270,11 @@ def _show(console: Console, request: PlanRequest, taken: RatedSize) -> None:
         if plan.simulated_s < (1 - WORTH) * plan.predicted_s:
             how = "all stages counted as the slowest: as they differ, its schedule is simulated at"
             console.print(f"{how} {human_seconds(plan.simulated_s)} per mini-batch", markup=False)
-    static = found.best_static
-    gain = "; plan 1 is just that" if len(best.strategies) == 1 else f"; plan 1 is {found.speedup:.2f} times as fast"
-    console.print(
-        f"\nbest single strategy: {static.strategies[0]}, {human_seconds(static.predicted_s)}{gain}", markup=False
-    )
+    console.print(f"\n{static_line(found)}", markup=False)
     if request.rounds:
         console.print(_rounds(found), markup=False)
     if problem.rules:
-        console.print(_won(found), markup=False)
+        console.print(_won(found, problem.depth.whole), markup=False)
         console.print(
             f"no set without rules takes less than {human_seconds(found.uniform_bound_s)} "
             f"(gap {found.uniform_gap:.1%})",
@@ -296,6 +293,14 @@ def _show(console: Console, request: PlanRequest, taken: RatedSize) -> None:
         console.print(f"refused: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}: {why}", markup=False)
 
 
+def static_line(found: Found) -> str:
+    """How the best set compares with the best single strategy. Teams are one strategy of a set, and none of these."""
+    static, best = found.best_static, found.plans[0]
+    same = best.strategies == static.strategies
+    gain = "plan 1 is just that" if same else f"plan 1 is {found.speedup:.2f} times as fast"
+    return f"best single strategy: {static.strategies[0]}, {human_seconds(static.predicted_s)}; {gain}"
+
+
 def _rounds(found: Found) -> str:
     """What to write for the longest sequences, and whether that is faster than the best set."""
     one = found.rounds
@@ -307,8 +312,10 @@ def _rounds(found: Found) -> str:
     return f"rounds of teams: {text}: {took} per mini-batch, {than}"
 
 
-def _won(found: Found) -> str:
-    """What rules per module win."""
+def _won(found: Found, whole: bool) -> str:
+    """What rules per module win, for a model that is always lowered `whole` or not."""
+    if whole:
+        return "rules per module: none tried; they are for built-in and hf:TYPE models, whose depth is an option"
     if not found.ruled:
         return "rules per module: there are none to try for these strategies"
     if found.won < WORTH:
@@ -362,13 +369,18 @@ def why_slower(plan: PricedSet, best: PricedSet) -> str:
     return max(parts, key=lambda name: parts[name])
 
 
+def _some(count: float) -> str:
+    """A mean number: 2.5 must not read as 2."""
+    return f"{count:,.1f}".removesuffix(".0")
+
+
 def _other_rows(plan: PricedSet, best: PricedSet) -> str:
-    """How many micro-batches there are, and how long, if that differs."""
+    """How many micro-batches of all replicas a mini-batch has in the mean, and how long, if that differs."""
     counts = [sum(group.micro_batches for group in one.groups) for one in (plan, best)]
     if max(counts) < (1 + FEW_RUNS) * min(counts):
         return ""
     mine, others = (
-        f"{count:,.0f} of {sum(group.tokens for group in one.groups) / count:,.0f}"
+        f"{_some(count)} of {sum(group.tokens for group in one.groups) / count:,.0f}"
         for count, one in zip(counts, (plan, best), strict=True)
     )
     return f" ({mine} tokens, not {others})"

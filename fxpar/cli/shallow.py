@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from fxpar.annotate.experts import balanced_routes
+from fxpar.batching.collate import not_made
 from fxpar.batching.ids import id_limits
 from fxpar.cli.cache import recorded
 from fxpar.cli.console import human_bytes, human_seconds
@@ -20,7 +21,8 @@ from fxpar.ir.printer import without_folders
 from fxpar.ir.strategy import Strategy
 from fxpar.models.depth import layer_option
 from fxpar.models.options import parse_assignments
-from fxpar.search.chosen import Rows, lowering
+from fxpar.runtime.micro import batch_keys
+from fxpar.search.chosen import Rows, lowering, whole_depth
 from fxpar.search.deepened import repeating
 from fxpar.search.price import Depth
 from fxpar.search.pricing import PricedSet
@@ -35,7 +37,6 @@ class Shallow:
     def __init__(self, source: GraphSource) -> None:
         self._model = source.model
         option = layer_option(source.model, parse_assignments(source.options))
-        self.depth = Depth(1, whole=True) if option is None else Depth(option.layers, option.period)
         self.captured: list[str] = []
         self._lowered: dict[str, tuple[str, ...]] = {}
 
@@ -48,7 +49,8 @@ class Shallow:
             self.captured += [text for text in texts if text not in self.captured]
             return graph
 
-        self.rows: Rows = repeating(captured, self.depth)
+        self.depth = whole_depth(captured(1)) if option is None else Depth(option.layers, option.period)
+        self.rows: Rows = (lambda _: captured(1)) if option is None else repeating(captured, self.depth)
         self._lower, self.outlines = lowering(self.rows, self.depth)
 
     def lower(self, strategy: Strategy, layers: int) -> TrainGraph:
@@ -83,6 +85,15 @@ class Shallow:
         if positions is not None and positions.rows < longest and not self._model.startswith("hf:"):
             why = f"{positions.table} has {positions.rows:,} positions, and the longest sequence {longest:,} tokens"
             raise PlanOptionError("MODEL", self._model, f"{why}. Give it more positions, or name shorter --lengths")
+
+    def require_tokens_alone(self, option: str, given: object) -> None:
+        """Raises PlanOptionError for a model whose steps read more than can be made of token ids, which a command that
+        runs it with the option draws.
+        """
+        brought = not_made(batch_keys(self.rows(self.depth.samples(1)[0])))
+        if brought:
+            why = f"it runs {self._model} on random token ids, and its batch has more: {', '.join(brought)}"
+            raise PlanOptionError(option, given, f"{why}. Plan without it, and measure in a loop of your own")
 
     def notes(self, names: Iterable[str]) -> list[str]:
         """What captures and the programs of these strategies note, without folders."""

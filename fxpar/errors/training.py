@@ -40,7 +40,7 @@ class MaxLengthError(FxparError):
 
     def __init__(self, max_length: int, limit: int) -> None:
         super().__init__(
-            f"data.max_length = {max_length}, but the longest sequence that [strategies] covers has {limit} tokens. "
+            f"data.max_length = {max_length}, but the strategies are for sequences of up to {limit} tokens. "
             f"Add a strategy for {max_length} tokens, or set data.max_length = {limit}: data.overlong then says what "
             "happens to longer documents (split, truncate, error)"
         )

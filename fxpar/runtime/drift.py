@@ -156,6 +156,6 @@ class Drift:
         sets = ", ".join(f"<={limit} {name}" for limit, name in zip(found.limits, names, strict=True))
         kept = "limits stay" if found.limits == now.limits else "new limits"
         return (
-            f"planned anew: {STEPS} steps took {ratio:.3g} times the predicted time, more than {self.share:g} off; "
-            f"costs are taken {each}; {kept}: {sets}"
+            f"planned anew: {STEPS} steps, each more than {self.share:g} off, took {ratio:.3g} times the predicted "
+            f"time; costs are taken {each}; {kept}: {sets}"
         )

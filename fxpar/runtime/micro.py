@@ -13,7 +13,7 @@ from fxpar.batching import MicroBatch
 from fxpar.batching.collate import ALIASES, Tokens, collate
 from fxpar.ir.axes import REPLICAS
 from fxpar.ir.exec_graph import Program
-from fxpar.ir.graph import TOKEN_NUMBERS, Input
+from fxpar.ir.graph import TOKEN_NUMBERS, Input, LogicalGraph
 from fxpar.ir.pipeline_graph import TeamsGraph
 from fxpar.ops.dropout import token_numbers
 from fxpar.runtime.padding import pad
@@ -40,7 +40,7 @@ def sequence_length(sequence: Tokens) -> int:
     return next(len(value) for key, value in sequence.items() if ALIASES.get(key, key) == "input_ids")
 
 
-def batch_keys(program: Program) -> list[str]:
+def batch_keys(program: Program | LogicalGraph) -> list[str]:
     """What a program asks of a batch, but for what fxpar adds itself."""
     return [info.fqn for info in program.inputs if info.kind == "batch" and info.fqn != TOKEN_NUMBERS]
 

@@ -15,9 +15,9 @@ from fxpar.runtime.agree import check_same_options, on_rank_0
 from fxpar.runtime.auto import Search, read_rows
 from fxpar.runtime.opening import explained_before, require_ranks
 from fxpar.runtime.options import ParallelizeOptions
+from fxpar.search.chosen import whole_depth
 from fxpar.search.lengths import as_lengths, mini_batches
 from fxpar.search.plan_file import Plan, plan_of
-from fxpar.search.price import Depth
 from fxpar.tracer.signature import model_device
 
 AUTO = "auto"
@@ -116,7 +116,7 @@ def _searched(module: nn.Module, options: ParallelizeOptions) -> Plan:
         return Search(
             model=type(module).__name__,
             rows=lambda _: rows,
-            depth=Depth(1, whole=True),  # a module has no option that makes it shallow
+            depth=whole_depth(rows),  # a module has no option that makes it shallow
             batches=mini_batches(lengths, options.tokens_per_step),
             longest=int(lengths.max()),
             tokens_per_step=options.tokens_per_step,

@@ -11,6 +11,7 @@ from fxpar.annotate import AnnotateOnce
 from fxpar.annotate.experts import experts_of
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.ir.exec_graph import Outline
+from fxpar.ir.fqn import block_of
 from fxpar.ir.graph import DOCUMENTS, LogicalGraph
 from fxpar.ir.node_meta import is_backward, tensor_of
 from fxpar.ir.pass_base import GraphPass
@@ -78,6 +79,11 @@ def kv_heads(logical: LogicalGraph) -> int | None:
     nodes = (node for node in logical.gm.graph.nodes if node.target in ATTENTION and not is_backward(node))
     found = [int(tensor_of(node.args[1]).shape[1]) for node in nodes]
     return math.gcd(*found) if found else None
+
+
+def whole_depth(logical: LogicalGraph) -> Depth:
+    """Of a model that is lowered with all of its layers: the stages of a pipeline may be as many."""
+    return Depth(len({block_of(info.fqn) for info in logical.params()} - {""}) or 1, whole=True)
 
 
 def problem_of(

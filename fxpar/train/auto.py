@@ -11,6 +11,7 @@ import torch
 from fxpar.ir.graph import LogicalGraph
 from fxpar.models.depth import layer_option
 from fxpar.runtime.auto import Search, read_rows
+from fxpar.search.chosen import whole_depth
 from fxpar.search.lengths import SAMPLES
 from fxpar.search.plan_file import Plan
 from fxpar.search.price import Depth
@@ -26,18 +27,17 @@ def search_plan(config: TrainConfig, prepared: Prepared, device: torch.device) -
     loader = make_loader(tokens, config, prepared.vocab_size)
     batches = [[len(ids) for ids in batch] for batch in itertools.islice(loader, SAMPLES)]
     option = layer_option(config.model.name, texts_of(config))
-    depth = Depth(1, whole=True) if option is None else Depth(option.layers, option.period)
 
     @functools.cache
-    def rows(layers: int) -> LogicalGraph:
+    def captured(layers: int) -> LogicalGraph:
         shallow = {} if option is None or layers == option.layers else {option.name: layers}
         loaded = shapes_for(config, prepared.vocab_size, shallow)
         return read_rows(loaded.model, loaded.loss_fn, precision=config.precision.compute)
 
     return Search(
         model=config.model.name,
-        rows=rows,
-        depth=depth,
+        rows=captured if option is not None else lambda _: captured(1),
+        depth=whole_depth(captured(1)) if option is None else Depth(option.layers, option.period),
         batches=batches,
         longest=config.max_length,
         tokens_per_step=config.data.batch_tokens or round(sum(map(sum, batches)) / len(batches)),

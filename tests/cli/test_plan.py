@@ -11,7 +11,7 @@ import tokenizers
 
 from fxpar.batching import length_groups
 from fxpar.cli.console import human_bytes
-from fxpar.cli.plan import _won, why_slower
+from fxpar.cli.plan import _won, static_line, why_slower
 from fxpar.models import load
 from fxpar.runtime.planned import parameters_of
 from fxpar.search.plan_file import read_plan
@@ -74,6 +74,7 @@ def test_a_slower_plan_says_where_it_loses_most():
     for plan, why in (
         (made(1.5, 0.4, 0.4), "its micro-batches take longer"),
         (made(1.5, micro_batches=16.0), "its micro-batches take longer (16 of 50 tokens, not 8 of 100)"),
+        (made(1.5, micro_batches=2.5), "its micro-batches take longer (2.5 of 320 tokens, not 8 of 100)"),
         (made(0.5, 0.6, 0.1, 9.0), "its ranks wait longer, in bubbles and for slower replicas"),
         (made(1.1, 0.1, 0.2, 1.0, 0.5), "it waits longer for switches"),
         (made(1.1, 0.1, 0.2, 0.0, 0.5), "it waits longer for reductions"),
@@ -185,4 +186,13 @@ def test_without_a_size_the_smallest_that_is_near_the_best_rate_is_taken(tmp_pat
     ],
 )
 def test_what_rules_win_is_said(tried, won, words):
-    assert words in _won(SimpleNamespace(ruled=tried, won=won, uniform_s=0.268))
+    found = SimpleNamespace(ruled=tried, won=won, uniform_s=0.268)
+    assert words in _won(found, False)
+    assert "they are for built-in and hf:TYPE models" in _won(found, True)
+
+
+@pytest.mark.parametrize(("best", "words"), [("dp2", "is just that"), ("cp2 | dp2", "is 1.25 times as fast")])
+def test_plan_1_may_be_one_strategy_and_not_the_best_single_one(best, words):
+    static, one = (SimpleNamespace(strategies=(name,), predicted_s=0.5) for name in ("dp2", best))
+    found = SimpleNamespace(best_static=static, plans=[one], speedup=1.25)
+    assert static_line(found) == f"best single strategy: dp2, 500 ms; plan 1 {words}"

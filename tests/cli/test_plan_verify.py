@@ -92,6 +92,11 @@ def test_a_plan_that_is_not_predicted_best_says_so():
     assert remarks(found, "plan.toml", best, None)[0] == "predicted: no set of strategies is faster than dp2 alone"
     slower = "predicted: 1.25 times as long as dp2, the best single strategy"
     assert remarks(found, "plan.toml", other, None)[0] == slower
+    teams = SimpleNamespace(predicted_s=0.8, strategies=("cp2 | dp2",))
+    faster = "predicted: 1.25 times as fast as the best single strategy, dp2"
+    assert remarks(found, "plan.toml", teams, None)[0] == faster
+    found.plans.insert(0, teams)
+    assert remarks(found, "plan.toml", best, None)[0] == "predicted: plan 1 is 1.25 times as fast as this one"
 
 
 def test_a_plan_says_how_to_train_at_the_prices_it_was_made_for():
@@ -110,6 +115,35 @@ def test_ids_are_those_of_the_model():
     assert known_ids(loaded) == 5
     tables.get_input_embeddings = lambda: tables["tokens"]
     assert known_ids(loaded) == 9
+
+
+PROMPTS = """
+import torch
+from fxpar import losses
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = torch.nn.Embedding(61, 8), torch.nn.Linear(8, 61)
+
+    def forward(self, input_ids, prompt):
+        return self.head(self.table(input_ids) * prompt[..., None])
+
+
+def make():
+    ids = torch.arange(13)[None]
+    return Model(), losses.causal_lm, {"input_ids": ids, "labels": ids.roll(-1, 1), "prompt": torch.ones(1, 13)}
+"""
+
+
+def test_a_batch_that_has_more_than_tokens_is_refused_before_the_search(tmp_path):
+    (tmp_path / "prompts.py").write_text(PROMPTS)
+    words = ["--world", "2", "--lengths", "github:64", "--tokens-per-step", "256", "--verify", "2"]
+    status, _, err = fxpar("plan", f"{tmp_path / 'prompts.py'}:make", *words)
+    assert status == 1
+    assert "--verify = 2: it runs " in err
+    assert "random token ids, and its batch has more: prompt." in err
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_rank_0_decides_after_some_steps_in_a_row():
     (lines, losses, found), (others, same, there) = decided_by_rank_0()
     assert (lines, losses, found) == (others, same, there)
     assert [bool(line) for line in lines] == [False] * STEPS + [True, False]
-    assert "5 steps took 3 times the predicted time, more than 0.25 off; costs are taken" in lines[STEPS]
+    assert "5 steps, each more than 0.25 off, took 3 times the predicted time; costs are taken" in lines[STEPS]
     assert max(found.factors) == pytest.approx(3.0)
     assert found.limits[-1] == 512
     assert losses == pytest.approx(losses[:1] * len(losses), rel=1e-12)

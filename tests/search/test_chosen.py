@@ -9,7 +9,7 @@ import pytest
 from fxpar.cost.cluster import ClusterSpec, usual_cluster
 from fxpar.cost.device import CPU
 from fxpar.errors import FxparError
-from fxpar.search.chosen import of_ranks, planned_for, problem_of
+from fxpar.search.chosen import of_ranks, planned_for, problem_of, whole_depth
 from fxpar.search.driver import find_plan
 from tests.cli.helpers import fxpar
 from tests.search.shallow import shallow
@@ -43,6 +43,17 @@ LINKS = ClusterSpec(1, 2, intra_gb_per_s=0.5, inter_gb_per_s=0.5, latency_us=100
 def test_experts_may_be_apart_where_there_are_some(model, want):
     known = shallow(model, 1)
     assert [str(one) for one in problem_of(known.rows, known.depth, LINKS, [[64]], 64, None).shapes] == want
+
+
+def test_a_model_that_is_lowered_whole_has_stages_too():
+    """As many as it has layers; where nothing is numbered there is one."""
+    known = shallow("stack", 2)
+    graph = known.rows(2)
+    depth = whole_depth(graph)
+    shapes = problem_of(lambda _: graph, depth, LINKS, [[64]], 64, None).shapes
+    assert (depth.samples(1), depth.samples(2), depth.most_stages) == ((2,), (2,), 2)
+    assert "pp2" in map(str, shapes)
+    assert whole_depth(SimpleNamespace(params=list)).samples(1) == (1,)
 
 
 def test_experts_are_apart_where_their_weights_do_not_fit_twice():

@@ -58,6 +58,10 @@ def test_a_plan_is_for_the_mini_batches_and_the_vocabulary_of_the_run(run, monke
     assert (asked["longest"], asked["tokens_per_step"], asked["world"]) == (128, 500, 2)
     assert asked["depth"].layers == 5
     assert asked["cluster"].devices_per_node == 8
+    monkeypatch.setattr("fxpar.train.auto.layer_option", lambda name, given: None)  # a function of the user's
+    search_plan(config, prepared, CPU)
+    assert asked["depth"].samples(1) == (5,)
+    assert asked["rows"](5) is asked["rows"](1)
 
 
 @pytest.mark.slow
