@@ -2,13 +2,15 @@
 
 What a deep model takes follows from two and from three periods. Passes treat layers one by one, so the ends of both
 are the same, node for node: only what they read of the middle one they read of each other. What lets transfers begin a
-layer ahead runs behind that, on each of both. That lowering gives the same is looked at once for each kind of strategy.
+layer ahead runs behind that, on each of both. Where lowering two periods gives another program (their values may be
+placed otherwise, where the degree of an axis does not divide heads), that is no sample of a deep model: with more
+layers in between the ends are those of three.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,21 +26,18 @@ from fxpar.lowering import LowerAlike
 from fxpar.search.deepened import are_same_nodes
 from fxpar.search.periods import FIRST, LAST, MIDDLE, Periods
 
-Kind = tuple[str, Hashable]
 _NAMING = ("fqn", "reader", "buffer")  # what of a node's metadata names a module
 
 
 @dataclass
 class LowerShort:
-    """`more()(strategy)` for a model of three periods of layers, and what `few()(strategy)` gives for two, mostly
-    without lowering that. For strategies that treat all layers alike, without stages.
+    """`more()(strategy)` for a model of three periods of layers, and what is left of it without the middle one. For
+    strategies that treat all layers alike, without stages; `few()(strategy)` for two, where they cannot be told apart.
     """
 
     few: Callable[[], LowerAlike]
     more: Callable[[], LowerAlike]
     period: int
-    _same: set[Kind] = field(default_factory=set)
-    _differ: set[frozenset[Kind]] = field(default_factory=set)
     _next: dict[Strategy, TrainGraph] = field(default_factory=dict)
 
     def __call__(self, strategy: Strategy, whole: bool) -> TrainGraph:
@@ -47,19 +46,9 @@ class LowerShort:
         """
         if whole:
             return self._next.pop(strategy, None) or self.more()(strategy)
-        kinds = kinds_of(strategy)
-        if kinds in self._differ:
-            return self.few()(strategy)
         found, more = self.more().with_another(strategy, lambda graph: shortened(graph, self.period))
         self._next = {strategy: more}
-        if found is not None and self._same.issuperset(kinds):
-            return found
-        lowered = self.few()(strategy)
-        if found is not None and is_same_program(found, lowered):
-            self._same.update(kinds)
-        else:
-            self._differ.add(kinds)
-        return lowered
+        return found or self.few()(strategy)
 
 
 def layers_alike(strategy: Strategy) -> bool:
@@ -67,13 +56,6 @@ def layers_alike(strategy: Strategy) -> bool:
     named = strategy.rules or strategy.overrides or strategy.by_stage or strategy.teams
     remat = strategy.remat is None or strategy.remat.mode in ("full", "selective")
     return not named and remat and strategy.pipeline_size == 1
-
-
-def kinds_of(strategy: Strategy) -> frozenset[Kind]:
-    """Each axis that cuts it, and what saves memory: of each kind one strategy is lowered both ways."""
-    axes = {("axis", name) for name, degree in strategy.axes if degree > 1}
-    saves = (strategy.zero, str(strategy.remat), strategy.chunks > 1, strategy.offload > 0)
-    return frozenset({*axes, ("saves", saves)})
 
 
 def shortened(graph: AnnotatedGraph, period: int) -> AnnotatedGraph | None:
@@ -193,4 +175,4 @@ class _Shortened:
         return meta
 
 
-__all__ = ["LowerShort", "is_same_program", "kinds_of", "layers_alike", "shortened"]
+__all__ = ["LowerShort", "is_same_program", "layers_alike", "shortened"]

@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 
+from fxpar.cost.cluster import usual_cluster
 from fxpar.ir.graph import AnnotatedGraph
 from fxpar.ir.node_meta import fqn_of
 from fxpar.ir.strategy import Strategy
 from fxpar.lowering import LowerAlike, default_passes
 from fxpar.models import load
 from fxpar.passes.pack_documents import packed_if_proved
+from fxpar.search.chosen import lowering
 from fxpar.search.deepened import deepened
+from fxpar.search.price import Depth, candidate
 from fxpar.search.shortened import LowerShort, is_same_program, layers_alike, shortened
 from fxpar.tracer import capture
+from tests.search.shallow import stack_rows
 
 TEXTS = ("dp2.cp2.tp4+sp+zero3+remat", "cp2.tp4+sp+remat(selective|redo_comm)+chunks(2)")
 MORE = (
@@ -80,42 +84,47 @@ def test_what_no_end_has_is_not_left_out():
     assert alike(3).with_another(TWICE, lambda graph: shortened(graph, 2))[0] is None
 
 
-class Counted:
-    """`LowerAlike` that notes what it lowers, of another model if it is `another`."""
-
-    def __init__(self, layers: int, another: bool = False) -> None:
-        self.of, self.lowered, self.another = alike(layers), list[str](), another
-
-    def __call__(self, strategy: Strategy):
-        self.lowered.append(str(strategy))
-        program = self.of(strategy)
-        return replace(program, notes=("of another model",)) if self.another else program
-
-    def with_another(self, strategy: Strategy, changed):
-        return self.of.with_another(strategy, changed)
+@pytest.mark.parametrize("text", ["tp8+sp", "tp4+sp"])
+def test_ends_are_those_of_a_deep_model(text):
+    """Two layers of four heads alone are placed otherwise under tp8 than between more of them."""
+    strategy, depth = Strategy.parse(text), Depth(4)
+    (short, _), (whole, _) = lowering(stack_rows, depth), lowering(stack_rows)
+    cluster = usual_cluster(8, 8)
+    found = candidate(short, strategy, cluster, depth, (61, 2000))
+    wanted = candidate(whole, strategy, cluster, replace(depth, whole=True), (61, 2000))
+    assert found.cost.seconds([256] * 4) == pytest.approx(wanted.cost.seconds([256] * 4), rel=1e-9)
 
 
-def test_one_of_each_kind_is_lowered_both_ways():
-    few: Any = Counted(2)
+def test_what_cannot_be_left_out_is_lowered():
+    lowered: Any = alike(2)
+    short = LowerShort(lambda: lowered, lambda: alike(3), 2)
+    assert is_same_program(short(TWICE, whole=False), lowered(TWICE))
+    assert is_same_program(short(TWICE, whole=True), alike(3)(TWICE))
+
+
+def test_both_are_made_at_once():
+    def unused() -> LowerAlike:
+        raise AssertionError
+
     more: Any = Counted(3)
-    short = LowerShort(lambda: few, lambda: more, 1)
-    texts = ("dp2.tp2+sp", "dp4.tp2+sp", "dp4.tp2+sp+zero3", "dp2.tp2+sp+zero3", "cp2", "dp2.cp2")
-    for text in map(Strategy.parse, texts):
-        assert is_same_program(short(text, whole=False), alike(2)(text))
-        assert is_same_program(short(text, whole=True), alike(3)(text))
-    assert few.lowered == ["dp2.tp2+sp", "dp4.tp2+sp+zero3", "cp2"]
+    short = LowerShort(unused, lambda: more, 1)
+    assert is_same_program(short(TWICE, whole=False), alike(2)(TWICE))
+    assert is_same_program(short(TWICE, whole=True), alike(3)(TWICE))
     assert more.lowered == []
 
 
-def test_a_kind_that_is_otherwise_is_lowered():
-    few: Any = Counted(2, another=True)
-    more: Any = Counted(3)
-    short = LowerShort(lambda: few, lambda: more, 1)
-    for _ in range(2):
-        assert short(TWICE, whole=False).notes == ("of another model",)
-        assert short(TWICE, whole=True).notes == ()
-    assert few.lowered == [str(TWICE)] * 2
-    assert more.lowered == [str(TWICE)]
+class Counted:
+    """`LowerAlike` that notes what it lowers."""
+
+    def __init__(self, layers: int) -> None:
+        self.of, self.lowered = alike(layers), list[str]()
+
+    def __call__(self, strategy: Strategy):
+        self.lowered.append(str(strategy))
+        return self.of(strategy)
+
+    def with_another(self, strategy: Strategy, changed):
+        return self.of.with_another(strategy, changed)
 
 
 @pytest.mark.parametrize("text", ["dp2[layers.0: +remat]", "pp2", "dp2+remat(layers.0)", "dp2+remat(200MB)"])
