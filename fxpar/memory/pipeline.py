@@ -54,7 +54,7 @@ def pipeline_over_time(
             weight_bytes=weights,
             home_gradient_bytes=gradients,
             gradient_bytes=sum(_bytes(stage.given("grad"), dims) for stage in mine),
-            staging_bytes=staged_bytes(weights, staging_bytes),
+            staging_bytes=staged_bytes(layout.max_bytes(), staging_bytes),  # alike on all ranks
             body=peak.whole,
             schedule=str(plan),
             sums_bytes=sums_bytes,

@@ -118,7 +118,8 @@ def _engines(
     device, cluster = first.device, ground.cluster
 
     def activations() -> int:
-        return max(activation_bytes(one.programs, one.groups, one.packed, one.compiled.lengths) for one in every)
+        rank = dist.get_rank()
+        return max(activation_bytes(one.programs, one.groups, one.packed, one.compiled.lengths, rank) for one in every)
 
     store, schedule, memory, overlap = open_storage(
         module,

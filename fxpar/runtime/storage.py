@@ -18,8 +18,8 @@ from fxpar.batching.lengths import LengthLimits
 from fxpar.cost.cluster import ClusterSpec
 from fxpar.errors import FxparError, LayOutError, OrderError, StagingBytesError, nearest
 from fxpar.ir.graph import Input
-from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph
-from fxpar.memory import Conditions, predict_memory, steady_micro_batches
+from fxpar.ir.pipeline_graph import TeamsGraph, TrainGraph, position_of
+from fxpar.memory import Conditions, memory_over_time, steady_micro_batches
 from fxpar.passes.share_weights import StoragePass, laid_out
 from fxpar.runtime.options import ParallelizeOptions
 from fxpar.schedule.mini_batch import staged_bytes
@@ -60,8 +60,8 @@ def open_storage(
     again: Collection[str] = (),
 ) -> tuple[WeightStore, SwitchSchedule, MemoryReport, bool]:
     """Decide what stays in memory, allocate it, and take the parameters home; the last result is whether groups
-    overlap (where they may: if there is room). `activations()` are their bytes; they are only asked for if there is
-    a budget, as predicting them takes about a tenth of the time of lowering. `params` are those of the model.
+    overlap (where they may: if there is room). `activations()` are their bytes on this rank; they are only asked for if
+    there is a budget, as predicting them takes about a tenth of the time of lowering. `params` are those of the model.
     Values that are `given` are read by this rank's slices. Several groups run what is in `again`. A `store` that
     has the parameters already is laid out anew. What another `sharing` than fxpar's lays out is checked first.
     Raises StagingBytesError.
@@ -201,21 +201,28 @@ def _fits(memory: MemoryReport, options: ParallelizeOptions) -> bool:
 
 
 def activation_bytes(
-    programs: Sequence[TrainGraph], groups: Sequence[LengthGroup], packed: bool, lengths: LengthLimits
+    programs: Sequence[TrainGraph],
+    groups: Sequence[LengthGroup],
+    packed: bool,
+    lengths: LengthLimits,
+    rank: int | None = None,
 ) -> int:
-    """What the hungriest group holds above its accumulators, on the fullest rank: its largest micro-batch, or as many
-    as a pipeline has under way.
+    """What the hungriest group holds above its accumulators, on `rank` (None: on the fullest one): its largest
+    micro-batch, or as many as a pipeline has under way.
     """
-    threads, found = torch.get_num_threads(), []
+    threads, found = torch.get_num_threads(), [0]
     for program, whole in zip(programs, groups, strict=True):
         teams = program.teams if isinstance(program, TeamsGraph) else (program,)
-        for team, group in zip(teams, whole.teams, strict=True):
+        for number, (team, group) in enumerate(zip(teams, whole.teams, strict=True)):
+            if rank is not None and isinstance(program, TeamsGraph) and number != program.team_of(rank):
+                continue
             tokens = group.token_budget if packed else min(group.limit, lengths.most or group.limit)
-            one = predict_memory(
+            one = memory_over_time(
                 team,
                 {dim.name: tokens for dim in team.dims if dim.name == "T"},
                 micro_batches=steady_micro_batches(team.strategy),
                 conditions=Conditions(threads, min(group.limit, tokens)),
-            )
-            found.append(max(0, one.step_bytes - one.gradient_bytes))
+                positions=None if rank is None else [position_of(team, rank)],
+            ).prediction
+            found.append(one.step_bytes - one.gradient_bytes)
     return max(found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,6 @@ from functools import partial
 from fxpar.errors import MemoryBudgetError
 from fxpar.ir.columns import columns, human_bytes, told_apart
 from fxpar.ir.exec_graph import Program
-from fxpar.ir.mesh import Mesh
 from fxpar.passes.share_weights import ShareWeights, StoragePass, laid_out
 from fxpar.switch.layout import ParamLayout
 from fxpar.switch.terms import accumulators_of
@@ -90,7 +88,7 @@ def memory_report(
     passed_on = all(name in worst.resident for name in programs)
     twice = [name for name in again if accumulators[name] is None and name in worst.resident]
     at_work = [(name if same is None or not passed_on else same, name) for name, same in accumulators.items()]
-    nbytes = {same: _gradient_bytes(programs[name]) for same, name in at_work}
+    nbytes = {same: max(_gradient_bytes(programs[name], rank) for rank in ranks) for same, name in at_work}
     return MemoryReport(
         home_bytes=home.max_bytes(),
         home_gradient_bytes=home.only(trained).max_bytes(),
@@ -115,17 +113,17 @@ def reserved_gradients(nbytes: Iterable[int], overlap: bool) -> int:
 
 def _joined_bytes(programs: Mapping[str, Program], world: int, rank: int) -> int:
     """Of all programs on parts of the ranks that a rank runs."""
-    mine = (one for one in programs.values() if rank in one.mesh and one.mesh.size < world)
-    return sum(map(_gradient_bytes, mine))
+    return sum(_gradient_bytes(one, rank) for one in programs.values() if one.mesh.size < world)
 
 
-def _gradient_bytes(program: Program) -> int:
-    """Of the fullest rank: all ranks of a part hold equally much."""
-    found: dict[Mesh, int] = defaultdict(int)
+def _gradient_bytes(program: Program, rank: int) -> int:
+    """Of the parts of a program that a rank has."""
+    found = 0
     for part in program.storing:
-        grads = [s for o, s in zip(part.outputs, part.stored_outputs, strict=True) if o.kind == "grad"]
-        found[part.mesh] += sum(s.local.numel({}) * s.local.dtype.itemsize for s in grads)
-    return max(found.values())
+        if rank in part.mesh:
+            grads = [s for o, s in zip(part.outputs, part.stored_outputs, strict=True) if o.kind == "grad"]
+            found += sum(s.local.numel({}) * s.local.dtype.itemsize for s in grads)
+    return found
 
 
 def choose_resident(

@@ -9,11 +9,18 @@ import pytest
 from fxpar.batching import LengthGroup
 from fxpar.batching.lengths import LengthLimits
 from fxpar.ir.strategy import Strategy
+from fxpar.models import load
+from fxpar.passes.pack_documents import packed_if_proved
 from fxpar.runtime.storage import activation_bytes
+from fxpar.search.chosen import lowering
 from fxpar.search.doubt import Doubt
 from fxpar.search.driver import _Search
+from fxpar.search.price import Depth, candidate
 from fxpar.search.pricing import SetPricer
-from tests.search.test_driver import known, lowered, outlined, problem
+from fxpar.store import home_layout, memory_report, param_specs
+from fxpar.switch import layout_of
+from fxpar.tracer import capture
+from tests.search.test_driver import LINKS, known, lowered, outlined, problem
 from tests.search.test_traffic import NODES
 
 
@@ -64,3 +71,22 @@ def test_no_engine_asks_for_more_than_was_predicted(text, limit, tokens):
     one = known(NODES).candidate(strategy, lambda _: None).at(tokens)
     asked = activation_bytes([lowered(strategy, 2)], [LengthGroup(limit, strategy, tokens)], True, LengthLimits())
     assert asked <= one.step_bytes - one.gradient_bytes
+
+
+def test_an_engine_asks_each_rank_for_its_own_stages():
+    """With positions to learn the first rank has most weights; under zb_h1 the last one has most activations."""
+    model = load("gpt", options={"layers": "2"}, device="meta")
+    graph = packed_if_proved(capture(model.model, model.loss_fn, model.example_batch))[0]
+    lower, _ = lowering(lambda layers: graph)
+    strategy, tokens = Strategy.parse("pp2+zb_h1"), 512
+    program, group = lower(strategy, 2), LengthGroup(tokens, strategy, tokens)
+    home, staging = home_layout(param_specs(program), 2, {}), 2 * layout_of(program, "pp2").max_bytes()
+
+    def asked(ranks: list[int], rank: int | None) -> int:
+        activations = activation_bytes([program], [group], True, LengthLimits(), rank)
+        return memory_report({"pp2": program}, home, ranks, None, staging, activations).total_bytes
+
+    engine = max(asked([rank], rank) for rank in (0, 1))
+    plan = candidate(lower, strategy, LINKS, Depth(2, whole=True), (64, tokens)).at(tokens)
+    assert engine < asked([0, 1], None)
+    assert engine <= plan.peak_bytes - plan.optimizer_bytes
