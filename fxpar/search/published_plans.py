@@ -10,7 +10,7 @@ from fxpar.ir.strategy import Strategy
 from fxpar.search.driver import find_plan_of
 from fxpar.search.known import KnownModel
 from fxpar.search.pricing import PricedGroup, PricedSet, SetPricer
-from fxpar.search.problem import Found, Problem
+from fxpar.search.problem import Problem
 from fxpar.search.space import SAVINGS, with_savings
 
 LOWERED = 3  # of the strategies that guesses rank best
@@ -48,6 +48,7 @@ def hotspa_case(problem: Problem, known: KnownModel, static: Strategy, published
     may recompute, which HotSPa's did not: without, fxpar counts too many bytes for the longest sequences.
     """
     found = find_plan_of(problem, known)
+    best = found.best
     pricer = SetPricer(
         problem.cluster, problem.depth, known.outlines, problem.batches, problem.memory_bytes, switches=known.switches
     )
@@ -59,19 +60,13 @@ def hotspa_case(problem: Problem, known: KnownModel, static: Strategy, published
         "the best of all": found.best_static,
     }
     named = (Alone(what, one.strategies[0], one.predicted_s) for what, one in alone.items() if one is not None)
-    return planned_case(found, [published, *named])
+    return PlannedCase(best.groups, best.predicted_s, found.lower_bound_s, found.search_cpu_s, (published, *named))
 
 
 def _with_remat(shapes: Iterable[Strategy]) -> list[Strategy]:
     """Each as it is, and with all that a search may recompute."""
     levels = [level for level, (zero, _) in enumerate(SAVINGS) if not zero]
     return [one for shape in shapes for level in levels if (one := with_savings(shape, level)) is not None]
-
-
-def planned_case(found: Found, alone: Sequence[Alone] = ()) -> PlannedCase:
-    """What a search found."""
-    best = found.best
-    return PlannedCase(best.groups, best.predicted_s, found.lower_bound_s, found.search_cpu_s, tuple(alone))
 
 
 def best_single(
